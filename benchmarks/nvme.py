@@ -37,7 +37,7 @@ from fzero.common import print_report
 from fzero.storage.file_store import FileSpec, FileStore
 from fzero.storage.host_memory import Pool
 from fzero.storage.movers import FileMover
-from fzero.storage.stream import Mover, Streamed, SubGroup, init_streamed, streamed_names, update_streamed
+from fzero.storage.stream import Mover, Streamed, SubGroup, init_streamed, update_streamed
 
 AHEAD = (0, 1, 2)
 """How many sub-groups are read ahead, and as many written behind; 0 is one after the other."""
@@ -140,7 +140,7 @@ def stores(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def streamed_adamw(numel: int, gradient: torch.Tensor) -> Streamed:
     transform = fzero.adamw(1e-3)
     state = transform.init(torch.empty(0))
-    names = streamed_names(transform, "w", state)
+    names = "w", "w/exp_avg", "w/exp_avg_sq"
     return Streamed(names, numel, lambda *_: transform, lambda start, stop: gradient[: stop - start], state)
 
 

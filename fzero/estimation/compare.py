@@ -11,7 +11,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import LiveLimitError, Plan, plan
 from fzero.runtime.loss import LossFn
-from sharding import Mesh, Sharded, TensorSpec
+from sharding import Mesh
 from sharding.dtypes import itemsize
 
 Keys = Mapping[str, Any]  # a configuration as in a file
@@ -109,7 +109,13 @@ class Candidate:
     @property
     def padding_nbytes(self) -> int:
         """Bytes of padding in the model state, as the mean of all ranks."""
-        return round(sum(_padding(spec, b.layout.numel, self.plan.mesh) for b, spec in _flat(self.plan)))
+        longs = ((b, leaf.spec) for b in self.plan.flat_buffers for leaf in self.plan.leaves(b) if leaf.is_long)
+        return round(
+            sum(
+                (spec.numel - buffer.layout.numel) * itemsize(spec.dtype) / spec.partition(self.plan.mesh).world_size
+                for buffer, spec in longs
+            )
+        )
 
     @property
     def sent_by_axis(self) -> dict[str, int]:
@@ -322,22 +328,6 @@ def quietly(keys: Keys) -> Config:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return Config.load(dict(keys))
-
-
-# --- padding -----------------------------------------------------------------------------------------------------
-
-
-def _flat(plan: Plan) -> Iterator[tuple[Any, TensorSpec]]:
-    """Every flat tensor of the state, with its flat buffer."""
-    for buffer in plan.flat_buffers:
-        yield from ((buffer, leaf.spec) for leaf in plan.leaves(buffer) if leaf.is_long)
-
-
-def _padding(spec: TensorSpec, numel: int, mesh: Mesh) -> float:
-    shards = 1
-    for axis in spec.spec.axes if isinstance(spec.spec, Sharded) else ():
-        shards *= mesh.axis_size(axis)
-    return (spec.numel - numel) * itemsize(spec.dtype) / shards
 
 
 # --- the table ---------------------------------------------------------------------------------------------------

@@ -245,11 +245,8 @@ class DryPass:
         hooks, dtype, numel = plan.comm_hooks.reduce, flow.send_dtype, flow.reduced_numel
         if taken is None and flow.keep_dtype != dtype:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
-        shard, adds, is_full = (
-            buffer.shard_numel * itemsize(dtype),
-            flow.adds(is_first=self.is_first),
-            flow.reduces_to == "full",
-        )
+        shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
+        adds = flow.adds(is_first=self.is_first)
         end = ledger.send("reduce_scatter", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks, label="reduce")
         for axis in flow.sums_over if self.is_last else ():
             for through in (hooks, {}):

@@ -198,8 +198,8 @@ def mixed_precision(
         out: the new parameter is also written here, in the dtype of `out`.
         tile: the number of elements that are updated at a time; None is all.
     """
-    kept, probed = torch_dtype(state_dtype), _probed(transform.specs)
-    is_long, is_cast = [spec.shape == _PROBE.shape for spec in probed], [_is_cast(spec) for spec in probed]
+    kept = torch_dtype(state_dtype)
+    is_long, is_cast = long_leaves(transform), [_is_cast(spec) for spec in _probed(transform.specs)]
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -276,7 +276,11 @@ def _write(
 
 
 def long_leaves(transform: Transform) -> list[bool]:
-    """Per tensor of the transform's state, whether it has the parameter's shape."""
+    """Per tensor of the transform's state, whether it has the parameter's shape.
+
+    This asks a transform about a flat tensor of any length. Of the state of a given flat buffer, `FlatParamPlan.is_long` says
+    the same, and asks the specs, too.
+    """
     return [spec.shape == _PROBE.shape for spec in _probed(transform.specs)]
 
 

@@ -29,7 +29,7 @@ from fzero.plans import report, traffic
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
-from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes, sum_order
+from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named
 from fzero.plans.param_groups import (
     OwnTransform,
@@ -208,7 +208,7 @@ class Plan:
     def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
         """The elements that a rank adds along each axis, in the order of the sums: P, P/L, …; none for a frozen buffer."""
         numel, summands = buffer.padded_numel, {}
-        for axis in sum_order(self.mesh) if buffer.trainable else ():
+        for axis in (*buffer.flow.scatters_over, *buffer.flow.sums_over) if buffer.trainable else ():
             summands[axis] = numel
             numel //= self.mesh.axis_size(axis)
         return summands

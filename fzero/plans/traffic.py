@@ -8,9 +8,8 @@ the next. The size of a message is in elements or in bytes, as the caller choose
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, get_args
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 from fzero.comms.comm_hooks import CommHook
 from fzero.optim.matrix import is_cut
@@ -31,8 +30,6 @@ Collective = Literal[
     "all_gather in the backward",
 ]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-
-_EXACT: Mapping[str, CommHook] = {}
 
 
 def in_elements(numel: int, dtype: str, hook: CommHook | None) -> int:
@@ -62,15 +59,18 @@ def sent_by_axis(
         num_micro_steps: micro-batches in one step.
         size: of one message.
     """
-    traffic = _Traffic(mesh, hooks, num_micro_steps, size, {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names})
+    sent: dict[str, dict[str, int]] = {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names}
     gathered = [unit for unit in units if unit.gathered_numel]
     last = gathered[-1].buffers if gathered else ()  # the backward begins with them, before their release
     for buffer in (buffer for unit in units for buffer in unit.buffers):
-        traffic.add_gathers(buffer, in_backward=buffer not in last)
-        if buffer.trainable:
-            traffic.add_reductions(buffer)
-            traffic.add_update(buffer)
-    return traffic.sent
+        for collective, numel, axes, dtype, times, by_axis in _sent(
+            buffer, hooks, num_micro_steps, in_backward=buffer not in last
+        ):
+            for name in axes:
+                num_ranks = mesh.axis_size(name)
+                numel //= num_ranks
+                sent[name][collective] += times * size(numel, dtype, by_axis.get(name)) * (num_ranks - 1)
+    return sent
 
 
 def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
@@ -82,60 +82,35 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     return dict(total)
 
 
-@dataclass(frozen=True, slots=True)
-class _Traffic:
-    """Adds the collectives of one flat buffer after the other to `sent`."""
+class _Sent(NamedTuple):
+    """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them, `times` a step.
 
-    mesh: Mesh
-    hooks: CommHooks
-    num_micro_steps: int
-    size: Size
-    sent: dict[str, dict[str, int]]
+    Along each axis a rank sends one message to each of the others; the next axis has so many times fewer elements.
+    """
 
-    def add_gathers(self, buffer: FlatParamPlan, *, in_backward: bool) -> None:
-        """The gathers of sharded parameters, in the forward and the backward of every micro-step."""
-        hooks, flow = self.hooks.gather if buffer.trainable else self.hooks.frozen, buffer.flow
-        phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
-        for collective in phases[: 1 + in_backward]:
-            self._add(
-                collective, buffer.padded_numel, flow.gathers_over, buffer.dtypes.param, self.num_micro_steps, hooks
-            )
+    collective: Collective
+    numel: int
+    axes: tuple[str, ...]
+    dtype: str
+    times: int = 1
+    hooks: Mapping[str, CommHook] = {}
 
-    def add_reductions(self, buffer: FlatParamPlan) -> None:
-        """The sum of gradients: once a step where a rank keeps full gradients, else once a micro-step.
 
-        The finest shards are then added up along the replicate axes, once a step.
-        """
-        flow, hooks = buffer.flow, self.hooks.reduce
-        times = self.num_micro_steps if flow.reduces(is_last=False) else 1
-        summed: Collective = "all_reduce of gradients"
-        self._add("reduce_scatter of gradients", buffer.padded_numel, flow.scatters_over, flow.send_dtype, times, hooks)
-        # A reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are.
-        self._add(summed, flow.reduced_numel, flow.sums_over, flow.send_dtype, hooks=hooks)
-        self._add(summed, flow.reduced_numel, flow.sums_over, flow.send_dtype)
-
-    def add_update(self, buffer: FlatParamPlan) -> None:
-        """The gather of updated shards where a rank holds more than it updates, and Muon's gather of cut matrices."""
-        flow = buffer.flow
-        self._add("all_gather of updated parameters", flow.param_numel, flow.joins_over, buffer.dtypes.param)
-        if flow.updates == "shard" and buffer.rule == "muon" and is_cut(buffer.layout):
-            wide = "float64" if buffer.dtypes.master == "float64" else "float32"  # the dtype in which Muon computes
-            self._add("all_gather of momentum", buffer.padded_numel, flow.scatters_over, wide)
-
-    def _add(
-        self,
-        collective: Collective,
-        numel: int,
-        axes: Sequence[str],
-        dtype: str,
-        times: int = 1,
-        hooks: Mapping[str, CommHook] = _EXACT,
-    ) -> None:
-        """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them.
-
-        Along each axis a rank sends one message to each of the others; the next axis has so many times fewer elements.
-        """
-        for name in axes:
-            num_ranks_ = self.mesh.axis_size(name)
-            numel //= num_ranks_
-            self.sent[name][collective] += times * self.size(numel, dtype, hooks.get(name)) * (num_ranks_ - 1)
+def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_backward: bool) -> Iterator[_Sent]:
+    """The collectives of one flat buffer in a step."""
+    flow, numel, param, grad = buffer.flow, buffer.padded_numel, buffer.dtypes.param, buffer.flow.send_dtype
+    gather = hooks.gather if buffer.trainable else hooks.frozen
+    phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
+    for phase in phases[: 1 + in_backward]:
+        yield _Sent(phase, numel, flow.gathers_over, param, num_micro_steps, gather)
+    if not buffer.trainable:
+        return
+    times = num_micro_steps if flow.reduces(is_last=False) else 1
+    yield _Sent("reduce_scatter of gradients", numel, flow.scatters_over, grad, times, hooks.reduce)
+    # An all-reduce is a reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are.
+    for half in (hooks.reduce, {}):
+        yield _Sent("all_reduce of gradients", flow.reduced_numel, flow.sums_over, grad, hooks=half)
+    yield _Sent("all_gather of updated parameters", flow.param_numel, flow.joins_over, param)
+    if flow.updates == "shard" and buffer.rule == "muon" and is_cut(buffer.layout):
+        wide = "float64" if buffer.dtypes.master == "float64" else "float32"  # the dtype in which Muon computes
+        yield _Sent("all_gather of momentum", numel, flow.scatters_over, wide)

@@ -13,9 +13,8 @@ from fzero.optim.fragments import grids_of
 from fzero.optim.matrix import AdafactorState
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.plans.leaves import StateLeaf
-from fzero.plans.mesh_axes import num_ranks
 from fzero.plans.plan import FlatParamPlan, Plan
-from sharding import FlatLayout, Sharded, TensorSpec
+from sharding import FlatLayout, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +85,7 @@ def _tensors(plan: Plan, buffer: FlatParamPlan, leaves: Iterable[StateLeaf]) -> 
         spec = leaf.spec
         if spec.shape != () and leaf.quantity != "grads":
             entries = layout if leaf.is_long else _entries_layout(plan, buffer, leaf)
-            axes = spec.spec.axes if isinstance(spec.spec, Sharded) else ()
-            num_shards = num_ranks(plan.mesh, axes)
+            num_shards = spec.partition(plan.mesh).world_size
             quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
             tensors[quantity] = FlatTensor(leaf.state_name, entries, spec.dtype, num_shards)
     return tensors

@@ -28,11 +28,11 @@ from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
 from fzero.runtime.offload_leaves import Leaves, Parts, Update, leaves_of, long_tensors, to_host, with_long
 from fzero.state import TrainState
-from fzero.storage.buffer_sizes import updates_on_host
+from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
 from fzero.storage.file_store import FileSpec
 from fzero.storage.file_tensor import FilePlan, FileTensor, StateFiles, handles_of, renewed
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.storage.shard_io import MOST_LEAVING, BufferPool, Leaf, ShardTransfer, own_shard
+from fzero.storage.shard_io import BufferPool, Leaf, ShardTransfer, own_shard
 from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
@@ -75,20 +75,7 @@ class Offload:
         self._num_early = alive + spare // max(early, 1) if plan.streaming.read_ahead else 0
         longest = max((of.numel for of in self._leaves.values()), default=0)
         self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
-        self._staged_nbytes = self._staged(plan)
-
-    def _staged(self, plan: Plan) -> int:
-        """About the bytes of full shards in transfer between files and a forward-backward at once."""
-        params = [sum(self._nbytes(self._leaves[b.key].param) for b in unit.buffers) for unit in plan.units]
-        grads = [self._nbytes(leaves.grad) for leaves in self._leaves.values()]
-        wholes = [sum(map(self._nbytes, self._leaves[key].homes)) for key in self._wholes]
-        return 2 * max([*params, *wholes]) + MOST_LEAVING * max([*grads, *map(self._longest, self._wholes)])
-
-    def _longest(self, key: str) -> int:
-        return max(map(self._nbytes, self._leaves[key].homes))
-
-    def _nbytes(self, name: str) -> int:
-        return self._files[name][1].nbytes if name in self._files else 0
+        self._staged_nbytes = staged_from_files(plan)
 
     @property
     def has_files(self) -> bool:

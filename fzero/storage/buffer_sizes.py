@@ -52,7 +52,7 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     num_alive = 1 + sum(plan.streaming.ahead(num_in_files).values())
     pool = plan.streaming.num_pooled(num_in_files, extra) * most * width
     on_device = max([num_alive * copied["device"], *(2 * nbytes for nbytes in wholes)])
-    return StreamBuffers(on_device, num_alive * copied["host"], pool + _staged_from_files(plan))
+    return StreamBuffers(on_device, num_alive * copied["host"], pool + staged_from_files(plan))
 
 
 def pinned_gaps(plan: Plan) -> int:
@@ -102,7 +102,7 @@ def _away(buffer: FlatParamPlan, plan: Plan, *kinds: str) -> list[int]:
     return [x.local_nbytes(plan.mesh) for x in (*made, *updated_specs(buffer, plan)) if x.placement.kind in kinds]
 
 
-def _staged_from_files(plan: Plan) -> int:
+def staged_from_files(plan: Plan) -> int:
     """The bytes of shards in transfer between files and a forward-backward: parameters of two units that are read, gradients
     that are written. In an update: two flat buffers that are updated in full, and their tensors that are written."""
 

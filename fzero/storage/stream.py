@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.optim.precision import long_leaves
-from fzero.optim.transforms import Transform, leaf_names, separate
+from fzero.optim.transforms import Transform, separate
 
 LANES = 32
 """Sub-groups are multiples of so many elements, so that a vectorised kernel rounds as it does on full tensors."""
@@ -173,7 +173,7 @@ class Streamed(NamedTuple):
     """A flat parameter or its master, with its optimizer state, which a mover moves; tensors have `numel` elements."""
 
     names: tuple[str, ...]
-    """The mover's names of the parameter and then of the state's long tensors in their order (see `streamed_names`)."""
+    """The mover's names of the parameter and then of the state's long tensors in their order."""
     numel: int
     transform_at: Callable[..., Transform]
     """The elementwise transform of elements [start, stop). With `out`, called as (start, stop, tensor); it must also write the
@@ -191,21 +191,6 @@ class Streamed(NamedTuple):
     def all_names(self) -> tuple[str, ...]:
         """The names of all tensors that the mover moves."""
         return (*self.names, *(name for name in (self.out, self.grad) if name is not None))
-
-
-def streamed_names(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
-    """Names for a parameter and for the tensors of its state that are as long as it is.
-
-    Args:
-        state: any state of this transform.
-
-    >>> import torch
-    >>> from fzero.optim.transforms import adamw
-    >>> streamed_names(adamw(0.1), "h.0", adamw(0.1).init(torch.empty(0)))
-    ('h.0', 'h.0/state.exp_avg', 'h.0/state.exp_avg_sq')
-    """
-    longs = zip(leaf_names(state), long_leaves(transform), strict=True)
-    return (name, *(f"{name}/{leaf}" for leaf, is_long in longs if is_long))
 
 
 Work = Callable[[Streamed, SubGroup, dict[str, Tensor]], None]

@@ -385,8 +385,7 @@ class TrainingMachine(RuleBasedStateMachine):
                 continue
             tree, specs = state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
             for leaf, x_W, spec in zip(leaf_names(tree), optree.tree_leaves(tree), optree.tree_leaves(specs)):
-                is_flat = spec.shape == (buffer.padded_numel,)
-                views = unflatten(full(x_W, spec), buffer.layout) if is_flat else {}
+                views = unflatten(full(x_W, spec), buffer.layout) if buffer.is_long(spec) else {}
                 for name in buffer.layout.names:
                     found.setdefault(name, {})[leaf] = views.get(name, x_W[0])
         return found
@@ -478,7 +477,7 @@ class TrainingMachine(RuleBasedStateMachine):
                 if buffer.key in getattr(specs, part):
                     tree, of_tree = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
                     for x_W, spec in zip(optree.tree_leaves(tree), optree.tree_leaves(of_tree), strict=True):
-                        if spec.shape == (buffer.padded_numel,):
+                        if part != "optimizer" or buffer.is_long(spec):
                             yield f"{part} of {buffer.key!r}", buffer, spec, x_W
 
 

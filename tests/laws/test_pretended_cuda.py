@@ -23,7 +23,7 @@ from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import Transform, adamw, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import BufferPool, ShardTransfer
-from fzero.storage.stream import Mover, Streamed, streamed_names, update_streamed
+from fzero.storage.stream import Mover, Streamed, update_streamed
 from sharding import Placement, TensorSpec
 
 # --- which memory ------------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def stream_updates(*, runs_on: str = "cuda", pinned: bool = True, **ahead: int) 
     same, where it lives, but for the gradient and the copy that the model computes with. Tells the bytes that crossed."""
     transform, generator = adamw(0.1), torch.Generator().manual_seed(0)
     param, grad = torch.randn(NUMEL, generator=generator), torch.randn(NUMEL, generator=generator)
-    names = streamed_names(transform, "w", transform.init(torch.empty(0)))
+    names = "w", "w/exp_avg", "w/exp_avg_sq"
     with PretendedCuda() as card:
         host = dict(zip(names, [param.clone(), torch.zeros(NUMEL), torch.zeros(NUMEL)], strict=True))
         counters = transform.init(torch.empty(0, device=runs_on))

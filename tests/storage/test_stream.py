@@ -21,7 +21,19 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.optim.precision import long_leaves, mixed_precision, stochastic
-from fzero.optim.transforms import Transform, adagrad, adam, adamw, chain, lion, same_bits, scale, sgd, skip_if
+from fzero.optim.transforms import (
+    Transform,
+    adagrad,
+    adam,
+    adamw,
+    chain,
+    leaf_names,
+    lion,
+    same_bits,
+    scale,
+    sgd,
+    skip_if,
+)
 from fzero.storage.file_store import FileSpec, FileStore, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, TensorRange
 from fzero.storage.stream import (
@@ -31,7 +43,6 @@ from fzero.storage.stream import (
     cut,
     init_streamed,
     stream_update,
-    streamed_names,
     update_streamed,
 )
 
@@ -81,6 +92,12 @@ def contents(mover: Mover, buffer: Streamed, sub_group_numel: int) -> list[Tenso
     return [torch.cat(column) for column in zip(*parts, strict=True)]
 
 
+def names_of(transform: Transform, name: str, state: Any) -> tuple[str, ...]:
+    """Names for a parameter and for the tensors of its state that are as long as it is."""
+    longs = zip(leaf_names(state), long_leaves(transform), strict=True)
+    return name, *(f"{name}/{leaf}" for leaf, is_long in longs if is_long)
+
+
 @examples(100)
 @given(
     name=st.sampled_from(sorted(TRANSFORMS)),
@@ -117,7 +134,7 @@ def test_a_streamed_update_is_that_of_the_whole_bit_for_bit(
     def buffers(update: int, states: Sequence[Any]) -> list[Streamed]:
         return [
             Streamed(
-                streamed_names(transform, f"h.{index}", states[index]),
+                names_of(transform, f"h.{index}", states[index]),
                 numels[index],
                 at(update, index, streamed_outs[index]),
                 lambda start, stop, index=index: grads[update][index][start:stop].clone(),  # type: ignore[misc]
@@ -358,7 +375,7 @@ TRAIN = """
 import resource, sys, torch
 from fzero.storage.file_store import FileSpec, FileStore
 from fzero.storage.movers import DeviceMover, FileMover
-from fzero.storage.stream import Streamed, init_streamed, streamed_names, update_streamed
+from fzero.storage.stream import Streamed, init_streamed, update_streamed
 from fzero.optim.transforms import adamw
 
 torch.set_num_threads(1)
@@ -369,7 +386,7 @@ resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 numel, sub_group_numel, transform = 3 * limit // 12 // 32 * 32 + 32, 1 << 19, adamw(0.1)
 state = transform.init(torch.empty(0))
 ones = torch.ones(sub_group_numel)
-buffer = Streamed(streamed_names(transform, "w", state), numel, lambda *_: transform, lambda a, b: ones[: b - a] * 0.5, state)
+buffer = Streamed(("w", "w/exp_avg", "w/exp_avg_sq"), numel, lambda *_: transform, lambda a, b: ones[: b - a] * 0.5, state)
 assert 12 * numel >= 3 * limit
 if where == "memory":
     mover = DeviceMover({name: torch.zeros(numel) for name in buffer.names}, "cpu")
