@@ -103,9 +103,10 @@ class TracedMesh:
     def of_all(cls, ranks: Stacked, plan: Division) -> Self:
         """The mesh of all ranks at once."""
         axes, replicate_axes = (
-            tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
+            tuple(StackedAxis.of(plan.mesh, name, ranks) for name in names)
+            for names in (plan.axes, plan.replicate_axes)
         )
-        return cls(ranks, StackedAxis(plan.world_size), axes, replicate_axes)
+        return cls(ranks, StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 
     @property
     def num_ranks(self) -> int:

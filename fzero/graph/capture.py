@@ -36,7 +36,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.mesh_in_graph import Through, TracedMesh
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked, over_ranks
+from fzero.comms.stacked import Stacked
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly
 from fzero.graph.capture_errors import logging_methods, one_graph
@@ -98,8 +98,6 @@ class CompiledStep:
         )
         self._is_captured = backend is not None
         torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
-        if stacked is not None:
-            torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
         # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
         slots: set[str] = set()
