@@ -149,12 +149,13 @@ class Primitive:
 
     def over_ranks(self, x_W: Tensor, ranks: StackedRanks) -> tuple[Tensor, int | None]:
         """The results of all ranks from the tensors of all ranks, both along dimension 0; None if all results are equal."""
-        x_ARB = x_W.reshape(-1, ranks.size, ranks.stride, *x_W.shape[1:])
+        majors = x_W.shape[0] // (ranks.size * ranks.stride)
+        x_ARB = x_W.reshape(majors, ranks.size, ranks.stride, *x_W.shape[1:])
         if not self.divides:  # all parts go to every rank
             joined_AB = x_ARB.movedim(1, -2).flatten(-2)
             if joined_AB.shape[:2] == (1, 1):
                 return joined_AB[0, 0].clone(), None
-            return joined_AB.unsqueeze(1).expand(-1, ranks.size, *joined_AB.shape[1:]).flatten(0, 2), 0
+            return joined_AB.unsqueeze(1).expand(majors, ranks.size, *joined_AB.shape[1:]).flatten(0, 2), 0
         if not self.joins:
             sum_AB = in_order(x_ARB.unbind(1))
             return _parts(sum_AB, ranks.size).movedim(-2, 1).flatten(0, 2), 0

@@ -146,22 +146,28 @@ class Stacked:
         return self._numbers()[0]
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on every rank: takes and returns stacked tensors."""
+        """`function` on every rank: takes and returns trees of stacked tensors. Other leaves are the same on all ranks."""
 
         def on_ranks(*args: Any) -> T:
-            def one(rank: Tensor, shard: Tensor, *own: Any) -> T:
+            others: list[Any] = []
+
+            def one(rank: Tensor, shard: Tensor, *own: Any) -> list[Tensor]:
                 before, self._now = self._now, (rank, shard)
                 try:
-                    return function(*own)
+                    leaves, treespec = pytree.tree_flatten(function(*own))
                 finally:
                     self._now = before  # a graph would return tensors that are left here
+                others[:] = [treespec, *((None, True) if isinstance(x, Tensor) else (x, False) for x in leaves)]
+                return [x for x in leaves if isinstance(x, Tensor)]
 
             ranks, shards = torch.arange(self.size), torch.zeros(self.size, dtype=torch.int64)
             for axis in self._axes:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
             on_all = torch.vmap(one, in_dims=(0, 0, *in_dims), randomness="different")
-            result: T = on_all(ranks, shards, *args)
+            tensors = iter(on_all(ranks, shards, *args))
+            treespec, *leaves = others
+            result: T = treespec.unflatten(next(tensors) if is_tensor else x for x, is_tensor in leaves)
             return result
 
         return on_ranks
