@@ -1,7 +1,8 @@
 """Collectives along an axis.
 
 A collective takes an *axis* (`fzero.comms.axes`), a value that says which ranks take part, never a process group.
-Those that can overlap compute are named `start_…` and return a `Pending`.
+Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis`, whose collectives are operators of
+a graph, it has ended already.
 
 On NCCL the named collectives are the fast ones. On gloo, except for an all-reduce of two ranks, they are slow: an
 all-gather and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast.
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from torch import Tensor
 from fzero.common.pickles import pack, unpack
 from fzero.comms.axes import Axis, Bound, CollectiveError, LockstepAxis, ProcessAxis, Sim
 from fzero.comms.failures import failed
-from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon
+from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.records import CommRecord, Label
 from fzero.comms.watchdog import HERE
 from sharding import reference
@@ -38,6 +39,23 @@ _STARTER = ThreadPoolExecutor(1, thread_name_prefix=SENDER)
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+
+class GraphAxis(Protocol):
+    """An axis whose collectives are operators on values, in a graph or on stacked ranks; `TracedAxis` describes each."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    def all_gather(self, shard_S: Tensor) -> Tensor: ...
+    def reduce_scatter(self, full_P: Tensor) -> Tensor: ...
+    def all_reduce(self, full_P: Tensor) -> Tensor: ...
+    def all_to_all(self, rows_WN: Tensor) -> Tensor: ...
+    def stack(self, x: Tensor) -> Tensor: ...
+
+
+AnyAxis = TypeVar("AnyAxis", bound=Bound | GraphAxis)
 
 
 def waited() -> dict[str, float]:
@@ -54,37 +72,48 @@ def next_step(axis: Bound) -> None:
         HERE.next_step()
 
 
-# --- collectives that overlap compute (ProcessAxis and LockstepAxis) ---------------------------------------------------
+# --- collectives that overlap compute ----------------------------------------------------------------------------------
 
 
 def start_all_gather(
-    shard_S: Tensor, full_P: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = GATHER
+    shard_S: Tensor,
+    full_P: Tensor | None,
+    axis: Bound | GraphAxis,
+    *,
+    after: Pending | None = None,
+    label: Label = GATHER,
 ) -> Pending:
     """Starts to write the shards of all ranks into `full_P`, in rank order. `shard_S` may be a slice of `full_P`.
 
     *Collective:* every rank of `axis`; each sends `(W-1)/W · P` elements.
 
     Args:
+        full_P: None makes a new tensor.
         after: the collective that writes `shard_S`; this one waits for it, and the caller does not.
     """
+    if not isinstance(axis, Bound):
+        return ended(axis.all_gather(shard_S), label)
+    if full_P is None:
+        shard_S = shard_S.contiguous()
+        full_P = shard_S.new_empty(shard_S.numel() * axis.size)
     if axis.size == 1:
         is_there = shard_S.data_ptr() == full_P.data_ptr()
-        return _without_sending(label, lambda: full_P if is_there else full_P.copy_(shard_S), after)
+        return _without_sending(label, full_P, after, None if is_there else shard_S)
     _report(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
     if full_P.numel() == 0:
-        return _without_sending(label, lambda: full_P, after)
+        return _without_sending(label, full_P, after)
     if isinstance(axis, ProcessAxis) and full_P.is_cuda:
-        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), lambda: full_P)
+        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), None, full_P)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
     received = {rank: full_WS[rank] for rank in range(axis.size) if rank != axis.rank}
-    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis, after), lambda: full_P)
+    return Pending(label, _swap(received, dict.fromkeys(received, shard_S), axis, after), None, full_P)
 
 
 def start_reduce_scatter(
     full_P: Tensor,
-    axis: Bound,
+    axis: Bound | GraphAxis,
     *,
     out_S: Tensor | None = None,
     after: Pending | None = None,
@@ -99,17 +128,18 @@ def start_reduce_scatter(
         out_S: the result is written here; may be this rank's slice of `full_P`. None makes a new tensor.
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
+    if not isinstance(axis, Bound):
+        return ended(axis.reduce_scatter(full_P), label)
     if axis.size == 1:
-        return _without_sending(
-            label, lambda: full_P if out_S is None or out_S is full_P else out_S.copy_(full_P), after
-        )
+        is_there = out_S is None or out_S is full_P
+        return _without_sending(label, full_P if out_S is None else out_S, after, None if is_there else full_P)
     shard_numel = full_P.numel() // axis.size
     sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
     _report(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
     if full_P.numel() == 0:
-        return _without_sending(label, lambda: sum_S, after)
+        return _without_sending(label, sum_S, after)
     if isinstance(axis, ProcessAxis) and full_P.is_cuda:
-        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), lambda: sum_S)
+        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), None, sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     # The first shard that arrives is written into the result's own memory, unless that is a summand.
@@ -126,10 +156,12 @@ def start_reduce_scatter(
             total_S.add_(summand)
         return total_S if axis.size == 2 else torch.add(total_S, summands[-1], out=sum_S)
 
-    return Pending(label, works, finish)
+    return Pending(label, works, finish, sum_S)
 
 
-def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
+def start_all_to_all(
+    rows_WN: Tensor, axis: Bound | GraphAxis, *, after: Pending | None = None, label: Label = REDUCE
+) -> Pending:
     """Starts to send row r to rank r, for every r; the result (W, N) holds the rows that arrive, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
@@ -138,15 +170,17 @@ def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = No
         rows_WN: contiguous; must not change until the end. With one rank it is the result.
         after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
     """
+    if not isinstance(axis, Bound):
+        return ended(axis.all_to_all(rows_WN), label)
     if axis.size == 1:
-        return _without_sending(label, lambda: rows_WN, after)
+        return _without_sending(label, rows_WN, after)
     _report(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
     arrived_WN = torch.empty_like(rows_WN)
     if rows_WN.numel() == 0:
-        return _without_sending(label, lambda: arrived_WN, after)
+        return _without_sending(label, arrived_WN, after)
     if isinstance(axis, ProcessAxis) and rows_WN.is_cuda:
         started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
-        return Pending(label, started, lambda: arrived_WN)
+        return Pending(label, started, None, arrived_WN)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     received, sent = ({rank: x[rank] for rank in others} for x in (arrived_WN, rows_WN))
     works = _swap(received, sent, axis, after)
@@ -155,68 +189,72 @@ def start_all_to_all(rows_WN: Tensor, axis: Bound, *, after: Pending | None = No
         arrived_WN[axis.rank].copy_(rows_WN[axis.rank])
         return arrived_WN
 
-    return Pending(label, works, finish)
+    return Pending(label, works, finish, arrived_WN)
 
 
 def start_all_reduce(
-    full_P: Tensor,
-    axis: Bound,
-    *,
-    then: Sequence[Bound] = (),
-    after: Pending | None = None,
-    label: Label = REDUCE,
+    full_P: Tensor, axis: Bound | GraphAxis, *, after: Pending | None = None, label: Label = REDUCE
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order and in place.
 
-    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements, and over the axes in `then` as much as an
-    all-reduce of P/W elements.
+    *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
 
     Args:
-        then: replicate axes to sum over, between the two halves of an all-reduce: reduce-scatter and all-gather.
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
-    _report(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
+    if not isinstance(axis, Bound):
+        return ended(axis.all_reduce(full_P), label)
+    _report_all_reduce(full_P, axis, label)
     is_at_once = after is None or full_P.is_cuda
-    if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and not then and is_at_once:
+    if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:
         # Two summands have only one order, and so the same bits. gloo pairs the collectives of a group by their number. If a
         # thread of its own started this one later, it could be paired with another one on the other rank.
-        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), lambda: full_P)
-    silent = replace(axis, observe=None)
+        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), None, full_P)
+    halves = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
-    reduction = start_reduce_scatter(full_P, silent, out_S=shard_S, after=after, label=label)
-    if then:
-        reduction = start_all_reduce(shard_S, then[0], then=then[1:], after=reduction, label=label)
-    is_in_order = full_P.is_cuda and not then  # one communicator runs its collectives in order
-    return start_all_gather(shard_S, full_P, silent, after=None if is_in_order else reduction, label=label)
+    reduction = start_reduce_scatter(full_P, halves, out_S=shard_S, after=after, label=label)
+    is_in_order = full_P.is_cuda  # one communicator runs its collectives in order
+    return start_all_gather(shard_S, full_P, halves, after=None if is_in_order else reduction, label=label)
 
 
-def start_stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Pending:
+def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
+    """The axis for the two halves of an all-reduce of `full_P`, a reduce-scatter and an all-gather, reported here as one."""
+    if not isinstance(axis, Bound):
+        return axis
+    _report_all_reduce(full_P, axis, label)
+    return replace(axis, observe=None)
+
+
+def start_stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
+    if not isinstance(axis, Bound):
+        return ended(axis.stack(x), label)
     if axis.size == 1:
-        return Pending(label, (), lambda: x[None])
+        return ended(x[None], label)
     rows = x.new_empty((axis.size, *x.shape))
     _report(axis, "stack", label, x.numel() * (axis.size - 1), x)
     if isinstance(axis, LockstepAxis):
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
-        return Pending(label, _post(received, dict.fromkeys(received, x), axis), lambda: rows)
+        return Pending(label, _post(received, dict.fromkeys(received, x), axis), None, rows)
     try:
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
     except RuntimeError as error:
         raise failed(label, error) from error
-    return Pending(label, works, lambda: rows)
+    return Pending(label, works, None, rows)
 
 
-def _without_sending(label: Label, finish: Callable[[], Tensor], after: Pending | None) -> Pending:
-    """A collective that sends nothing."""
-    if after is None:
-        return Pending(label, (), finish)
+def _without_sending(label: Label, out: Tensor, after: Pending | None, source: Tensor | None = None) -> Pending:
+    """A collective that sends nothing: the result is `out`, into which `source` is copied at the end."""
+    if after is None and source is None:
+        return ended(out, label)
 
-    def both() -> Tensor:
-        after.finish()
-        return finish()
+    def last() -> Tensor:
+        if after is not None:
+            after.finish()
+        return out if source is None else out.copy_(source)
 
-    return Pending(label, after.works, both)
+    return Pending(label, () if after is None else after.works, last, out)
 
 
 def _start(
@@ -278,6 +316,10 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAx
     return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
 
 
+def _report_all_reduce(full_P: Tensor, axis: Bound, label: Label) -> None:
+    _report(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
+
+
 def _report(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
     if isinstance(axis, ProcessAxis):
         HERE.start(label)
@@ -311,7 +353,7 @@ def all_to_all(rows: Tensor, axis: Axis, *, label: Label = REDUCE) -> Tensor:
     return start_all_to_all(rows.contiguous(), axis, label=label).wait()
 
 
-def stack(x: Tensor, axis: Bound, *, label: Label = OTHER) -> Tensor:
+def stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
     return start_stack(x, axis, label=label).wait()
 
@@ -324,7 +366,7 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
             others = [rank for rank in range(axis.size) if rank != source]
             is_source = axis.rank == source
             works = _post({} if is_source else {source: x}, dict.fromkeys(others, x) if is_source else {}, axis)
-            return Pending(label, works, lambda: x).wait()
+            return Pending(label, works, None, x).wait()
         try:
             dist.broadcast(x, axis.global_rank(source), group=axis.group)
         except RuntimeError as error:
@@ -407,7 +449,7 @@ def swap(
         works = dist.batch_isend_irecv(transfers)
     except RuntimeError as error:
         raise failed(label, error) from error
-    pending = Pending(label, works, lambda: transfers[0].tensor)
+    pending = Pending(label, works, None, transfers[0].tensor)
     try:
         pending.end()
     except CollectiveError:

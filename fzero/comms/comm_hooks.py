@@ -13,7 +13,7 @@ that all of them hold the same numbers. Sums are made in rank order, in fp32 or 
 
 Both functions *start* to send and return at once, so that compute overlaps communication.
 
-Shape letters: P padded elements = W·S, S elements of a shard, W ranks, B bytes; on a `Sim` axis a leading dimension of ranks.
+Shape letters: P padded elements = W·S, S elements of a shard, W ranks, B bytes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, Sim
+from fzero.comms.axes import Bound
 from fzero.comms.codecs import Codec
-from fzero.comms.collectives import GATHER, OTHER, REDUCE
-from fzero.comms.pending import Pending
+from fzero.comms.collectives import GATHER, OTHER, REDUCE, GraphAxis
+from fzero.comms.pending import Pending, ended
 from fzero.comms.records import Label
 from fzero.comms.traced import in_order
 
 State = Any
-Axis = Any
-"""A `fzero.comms.axes.Axis`, or in a captured step a `fzero.comms.mesh_in_graph.AxisInGraph`."""
+Axis = Bound | GraphAxis
+"""An axis of which this is one rank, or one of a graph or of stacked ranks."""
 
 
 class Sending(NamedTuple):
@@ -55,7 +55,7 @@ class Sending(NamedTuple):
 
 def completed(x: Tensor, state: State) -> Sending:
     """A collective that has ended already, with its result."""
-    return Sending(Pending(OTHER, (), lambda: x), lambda: state)
+    return Sending(ended(x, OTHER), lambda: state)
 
 
 class CommHook(NamedTuple):
@@ -97,7 +97,7 @@ def exact() -> CommHook:
 def _start_exact_gather(
     shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
 ) -> Sending:
-    return Sending(_start_all_gather(shard.contiguous(), axis, full_P, label), lambda: state)
+    return Sending(collectives.start_all_gather(shard.contiguous(), full_P, axis, label=label), lambda: state)
 
 
 def _start_exact_reduce_scatter(
@@ -109,8 +109,6 @@ def _start_exact_reduce_scatter(
     after: Pending | None = None,
     label: Label = REDUCE,
 ) -> Sending:
-    if isinstance(axis, Sim):
-        return completed(in_order(collectives.all_to_all(_rows(full, axis), axis).unbind(-2)), state)
     pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
     return Sending(pending, lambda: state)
 
@@ -136,15 +134,17 @@ def compressed(codec: Codec) -> CommHook:
     def start_gather(
         shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
     ) -> Sending:
-        numel = shard.shape[-1]
-        pending = _start_all_gather(codec.encode(shard), axis, None, label, (numel, codec.nbytes(numel)))
+        numel = shard.numel()
+        codes, nbytes = codec.encode(shard), codec.nbytes(numel)
+        pending = _start_coded(
+            lambda axis: collectives.start_all_gather(codes, None, axis, label=label), axis, numel, nbytes
+        )
 
-        def finish() -> Tensor:
-            rows = rearrange(pending.finish(), "... (rank nbytes) -> ... rank nbytes", rank=axis.size)
-            decoded = codec.decode(rows, numel, shard.dtype).flatten(-2)
+        def decode(codes: Tensor) -> Tensor:
+            decoded = codec.decode(_rows(codes, axis), numel, shard.dtype).flatten()
             return decoded if full_P is None else full_P.copy_(decoded)
 
-        return Sending(Pending(label, pending.works, finish), lambda: state)
+        return Sending(pending.then(decode, full_P), lambda: state)
 
     def start_reduce_scatter(
         full: Tensor,
@@ -155,18 +155,22 @@ def compressed(codec: Codec) -> CommHook:
         after: Pending | None = None,
         label: Label = REDUCE,
     ) -> Sending:
-        shard_numel = full.shape[-1] // axis.size
+        numel = full.numel() // axis.size
+        nbytes = codec.nbytes(numel)
         rows, after = _make_after(
-            lambda: codec.encode(_rows(full, axis)), (axis.size, codec.nbytes(shard_numel)), torch.uint8, full, after
+            lambda: codec.encode(_rows(full, axis)), (axis.size, nbytes), torch.uint8, full, after
         )
-        pending = _start_all_to_all(rows, axis, after, label, (shard_numel, codec.nbytes(shard_numel)))
+        rows = rows.contiguous()
+        pending = _start_coded(
+            lambda axis: collectives.start_all_to_all(rows, axis, after=after, label=label), axis, numel, nbytes
+        )
 
-        def finish() -> Tensor:
+        def add_up(codes: Tensor) -> Tensor:
             wide = torch.promote_types(full.dtype, torch.float32)
-            total = in_order(codec.decode(pending.finish(), shard_numel, wide).unbind(-2))
+            total = in_order(codec.decode(codes, numel, wide).unbind())
             return total.to(full.dtype) if out_S is None else out_S.copy_(total)
 
-        return Sending(Pending(label, pending.works, finish), lambda: state)
+        return Sending(pending.then(add_up, out_S), lambda: state)
 
     return CommHook(
         codec.name, lambda numel, _: codec.nbytes(numel), lambda like: None, start_gather, start_reduce_scatter, lossy
@@ -198,7 +202,7 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
     ) -> Sending:
         sent, error = corrected(shard, error, lambda x: x)
         pending = hook.start_gather(sent, axis, None, label=label).pending
-        return Sending(_copied(pending, full_P, shard.dtype), lambda: error)
+        return Sending(pending.then(_copy_into(full_P, shard.dtype), full_P), lambda: error)
 
     def start_reduce_scatter(
         full: Tensor,
@@ -218,7 +222,7 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
 
         sent, after = _make_after(make, full.shape, error.dtype, full, after)
         pending = hook.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
-        return Sending(_copied(pending, out_S, full.dtype), lambda: errors[0])
+        return Sending(pending.then(_copy_into(out_S, full.dtype), out_S), lambda: errors[0])
 
     def init(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
@@ -256,15 +260,11 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
         raise ValueError(f"reset_every: every must be a positive number of rounds, got {every!r}; pass 1024, say")
 
     def init(like: Tensor) -> ResetEvery:
-        return ResetEvery(hook.init(like), torch.zeros(like.shape[:-1], dtype=torch.int64, device=like.device))
+        return ResetEvery(hook.init(like), torch.zeros((), dtype=torch.int64, device=like.device))
 
     def present(x: Tensor, state: ResetEvery) -> State:
         is_new = state.num_rounds % every == 0
-        return optree.tree_map(
-            lambda first, now: torch.where(is_new.view(is_new.shape + (1,) * (now.ndim - is_new.ndim)), first, now),
-            hook.init(x),
-            state.state,
-        )
+        return optree.tree_map(lambda first, now: torch.where(is_new, first, now), hook.init(x), state.state)
 
     def later(sending: Sending, state: ResetEvery) -> Sending:
         return sending._replace(state=lambda: ResetEvery(sending.state(), state.num_rounds + 1))
@@ -286,60 +286,29 @@ def _make_after(
     make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
 ) -> tuple[Tensor, Pending | None]:
     """A tensor, and the collective that must end before it can be read: it is made now, or when `after` has ended."""
-    if after is None:
+    if after is None or after.has_ended:
         return make(), None
     made = like.new_empty(shape, dtype=dtype)
-
-    def finish() -> Tensor:
-        after.finish()
-        return made.copy_(make())
-
-    return made, Pending(after.label, after.works, finish)
+    return made, after.then(lambda _: made.copy_(make()), made)
 
 
-def _copied(pending: Pending, out: Tensor | None, dtype: torch.dtype) -> Pending:
-    """The same collective, with its result in `out`, or in another dtype."""
-    return Pending(
-        pending.label,
-        pending.works,
-        lambda: pending.finish().to(dtype) if out is None else out.copy_(pending.finish()),
-    )
+def _copy_into(out: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """A function that copies a result into `out`, or casts it."""
+    return lambda x: x.to(dtype) if out is None else out.copy_(x)
 
 
-Coded = tuple[int, int]
-"""Numbers of elements of a row, before and after they are encoded. The records of a collective count them before that."""
-
-
-def _start_all_gather(shard: Tensor, axis: Axis, full: Tensor | None, label: Label, coded: Coded = (1, 1)) -> Pending:
-    """Starts to gather the tensors of all ranks, along the last dimension."""
-    if isinstance(axis, Sim):
-        return completed(collectives.all_gather(shard, axis), None).pending
-    if not isinstance(axis, Bound):  # an axis in a graph
-        with torch.fx.traceback.annotate({"coded": coded}):
-            return completed(axis.all_gather(shard), None).pending
-    full = shard.new_empty(shard.numel() * axis.size) if full is None else full
-    return collectives.start_all_gather(shard, full, _counting(axis, coded), label=label)
-
-
-def _start_all_to_all(rows: Tensor, axis: Axis, after: Pending | None, label: Label, coded: Coded) -> Pending:
-    """Starts to send row r of (…, W, N) to rank r."""
-    if isinstance(axis, Sim):
-        return completed(collectives.all_to_all(rows, axis), None).pending
+def _start_coded(start: Callable[[Axis], Pending], axis: Axis, before: int, after: int) -> Pending:
+    """Starts a collective whose records count elements before they are encoded; `before` and `after` are lengths of a row."""
     if not isinstance(axis, Bound):
-        with torch.fx.traceback.annotate({"coded": coded}):
-            return completed(axis.all_to_all(rows.contiguous()), None).pending
-    return collectives.start_all_to_all(rows.contiguous(), _counting(axis, coded), after=after, label=label)
-
-
-def _counting(axis: Bound, coded: Coded) -> Bound:
-    """The same axis, whose records count elements before they are encoded."""
-    report, (before, after) = axis.observe, coded
+        with torch.fx.traceback.annotate({"coded": (before, after)}):
+            return start(axis)
+    report = axis.observe
     if report is None or before == after:
-        return axis
-    return replace(axis, observe=lambda sent: report(sent._replace(num_elements=sent.num_elements // after * before)))
+        return start(axis)
+    return start(replace(axis, observe=lambda r: report(r._replace(num_elements=r.num_elements // after * before))))
 
 
 def _rows(full: Tensor, axis: Axis) -> Tensor:
-    """The part for each rank: (…, P) → (…, W, S)."""
-    rows: Tensor = rearrange(full, "... (rank shard) -> ... rank shard", rank=axis.size)
+    """The part for each rank: (P) → (W, S)."""
+    rows: Tensor = rearrange(full, "(rank shard) -> rank shard", rank=axis.size)
     return rows

@@ -1,8 +1,12 @@
-"""One rank of a mesh, and the collectives along several axes, each made of collectives along one axis.
+"""The axes of a mesh, and the collectives along several axes, each made of collectives along one axis.
 
 Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first. A reduce-scatter
 starts with the major axis: the traffic along minor axes is divided by the size of the major one. On a mesh of one axis each
 is a single collective.
+
+A collective is given the tensor in which the result of the one before will be (`Pending.out`), and waits for it (`after`). So
+the same lines serve axes of processes, of ranks in lockstep (where `out` is memory of the caller), of a graph and of stacked
+ranks (where `out` is a value, and no memory is chosen).
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
@@ -11,21 +15,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
+import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, WORLD, Bound, observed
-from fzero.comms.collectives import GATHER, OTHER, REDUCE
+from fzero.comms.axes import DATA, WORLD, AbstractAxis, Bound, ProcessAxis, observed
+from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, GraphAxis
 from fzero.comms.comm_hooks import CommHook, Sending, State
-from fzero.comms.pending import Pending
-from fzero.comms.process_group import along
+from fzero.comms.pending import Pending, ended
+from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
+from fzero.comms.stacked import Stacked, StackedAxis
+from fzero.comms.traced import TracedAxis
 from sharding import Mesh, Sharded, Spec
 
-AnyAxis = TypeVar("AnyAxis")
+T = TypeVar("T")
 States = Mapping[str, State]
 """The states of the comm hooks of one flat buffer, by axis."""
 
@@ -50,54 +58,33 @@ def is_several(mesh: Mesh) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMesh:
-    """The axes of a plan's mesh, of which this process (or this thread) is one rank.
+class AxisMesh(Generic[AnyAxis]):
+    """The axes of a plan's mesh.
 
     Args:
         world: all ranks of the job; on one axis, that axis.
         axes: the axes of the finest division into shards, major first (`Plan.axes`).
         replicate_axes: the axes along which other ranks hold the same shards (`Plan.replicate_axes`).
-        shard: the index of this rank's shard in the finest division.
     """
 
-    world: Bound
-    axes: tuple[Bound, ...]
-    replicate_axes: tuple[Bound, ...]
-    shard: int
-
-    @classmethod
-    def of(cls, world: Bound, plan: Division) -> Self:
-        """*Collective* on several axes of processes: every rank; the first call makes a process group for each axis."""
-        mesh, shard = plan.mesh, plan.shard_of(world.rank)
-        if not is_several(mesh):
-            world = replace(world, name=plan.axes[0])
-            return cls(world, (world,), (), shard)
-        axes, replicate_axes = (
-            tuple(along(world, mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
-        )
-        return cls(replace(world, name=WORLD), axes, replicate_axes, shard)
+    world: AnyAxis
+    axes: tuple[AnyAxis, ...]
+    replicate_axes: tuple[AnyAxis, ...]
 
     @property
     def num_shards(self) -> int:
         """F."""
-        return math.prod(axis.size for axis in self.axes)
+        return math.prod([axis.size for axis in self.axes])
 
-    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same ranks, whose collectives are also reported to `observe`."""
-        axes, replicate_axes = (
-            tuple(observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
-        )
-        return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
-
-    def axes_of(self, spec: Spec) -> tuple[Bound, ...]:
+    def axes_of(self, spec: Spec) -> tuple[AnyAxis, ...]:
         """The axes that the spec of a part of the state names: the first ones of `axes`."""
         return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
 
     def start_all_gather(
         self,
         shard_S: Tensor,
-        full: Tensor,
-        axes: Sequence[Bound],
+        full: Tensor | None,
+        axes: Sequence[AnyAxis],
         *,
         hooks: Mapping[str, CommHook] = {},
         label: Label = GATHER,
@@ -107,21 +94,23 @@ class RankMesh:
         *Collective:* every rank of `axes`.
 
         Args:
-            hooks: stateless comm hooks by axis; only for one axis.
+            full: None makes new tensors.
+            hooks: stateless comm hooks by axis.
         """
-        if hooks:
-            (axis,) = axes
-            return hooks[axis.name].start_gather(shard_S, axis, None, full_P=full, label=label).pending
         targets = [full]
         for axis in axes[:-1]:
             targets.append(_own(targets[-1], axis))
         pending = None
         for axis in reversed(axes):
-            target = targets.pop()
-            pending = collectives.start_all_gather(shard_S, target, axis, after=pending, label=label)
-            shard_S = target
-        assert pending is not None
-        return pending
+            x, target = _out(pending, shard_S), targets.pop()
+            if _is_hooked(axis, x, hooks):  # it waits for no other collective
+                x = x if pending is None else pending.wait()
+                pending = _into(
+                    target, hooks[axis.name].start_gather(x, axis, None, full_P=target, label=label).pending
+                )
+            else:
+                pending = collectives.start_all_gather(x, target, axis, after=pending, label=label)
+        return pending or ended(shard_S, label)
 
     def start_reduce_scatter(
         self,
@@ -141,24 +130,35 @@ class RankMesh:
         Args:
             full_P: this rank's summand; must not change until the end. On several axes it is overwritten.
             out_S: the result is written here; may be this rank's shard of `full_P`. None makes a new tensor, or uses that shard.
-            sum_replicas: `"later"` leaves the sum along the replicate axes to a later call, which takes this result.
+            sum_replicas: `"later"` leaves the sum along the replicate axes to `start_sum_replicas`, which takes this result.
             held_S: the sum of earlier calls. The shard is added to it, in its dtype, before the sum along the replicate axes.
             hooks: the comm hooks, by axis.
             states: the states of the hooks, by axis; the returned `Sending` gives the new ones.
         """
-        pending, summand, through = None, full_P, _Through(hooks, states, {})
+        pending, through = None, _Through(hooks, states, {})
         for axis in self.axes:
-            is_last = axis is self.axes[-1]
+            x, is_last = _out(pending, full_P), axis is self.axes[-1]
             target = out_S if is_last else None
             if target is None and (self.replicate_axes or not is_last):
-                target = _own(summand, axis)
-            pending = through.start_along(axis, summand, target, pending, label)
-            summand = full_P if target is None else target
+                target = _own(x, axis)
+            pending = through.start_reduce_scatter(x, axis, target, pending, label)
         assert pending is not None
         if self.replicate_axes and sum_replicas == "now":
             pending = pending if held_S is None else _plus(pending, held_S)
-            pending = through.start_sum(summand, self.replicate_axes, pending, label)
+            pending = through.start_sum(_out(pending, full_P), self.replicate_axes, pending, label)
         return Sending(pending, through.now)
+
+    def start_sum_replicas(
+        self,
+        shard_S: Tensor,
+        *,
+        hooks: Mapping[str, CommHook] = {},
+        states: Mapping[str, State] = {},
+        label: Label = REDUCE,
+    ) -> Sending:
+        """Starts to sum shards along the replicate axes, in place. *Collective:* every rank of these."""
+        through = _Through(hooks, states, {})
+        return Sending(through.start_sum(shard_S, self.replicate_axes, None, label), through.now)
 
     def start_all_reduce(
         self,
@@ -169,28 +169,108 @@ class RankMesh:
         label: Label = REDUCE,
     ) -> Sending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
-        axes = [axis for axis in (*self.axes, *self.replicate_axes) if axis.size > 1] or [self.world]
         through = _Through(hooks, states, {})
-        return Sending(through.start_sum(full_P, axes, None, label), through.now)
+        return Sending(through.start_sum(full_P, (*self.axes, *self.replicate_axes), None, label), through.now)
 
-    def all_gather(self, shard: Tensor, axes: Sequence[Bound], *, label: Label = GATHER) -> Tensor:
+    def all_gather(
+        self, shard: Tensor, axes: Sequence[AnyAxis], *, hooks: Mapping[str, CommHook] = {}, label: Label = GATHER
+    ) -> Tensor:
         """The shards of all ranks along `axes`, in order. *Collective:* every rank of `axes`."""
-        for axis in reversed(axes):
-            shard = collectives.all_gather(shard, axis, label=label)
-        return shard
+        return self.start_all_gather(shard, None, axes, hooks=hooks, label=label).wait()
 
     def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
-        return stack_along(x, self.axes, lambda x, axis: collectives.stack(x, axis, label=label))
+        *majors, minor = self.axes
+        rows = collectives.stack(x, minor, label=label)
+        for axis in reversed(majors):
+            rows = collectives.stack(rows, axis, label=label).flatten(0, 1)
+        return rows
 
 
-def stack_along(x: Tensor, axes: Sequence[AnyAxis], stack: Callable[[Tensor, AnyAxis], Tensor]) -> Tensor:
-    """The tensors of all ranks along `axes`, major first, in a new first dimension; `stack` is the same along one axis."""
-    *majors, minor = axes
-    rows = stack(x, minor)
-    for axis in reversed(majors):
-        rows = stack(rows, axis).flatten(0, 1)
-    return rows
+@dataclass(frozen=True, slots=True)
+class RankMesh(AxisMesh[Bound]):
+    """The axes of a plan's mesh, of which this process (or this thread) is one rank.
+
+    Args:
+        shard: the index of this rank's shard in the finest division.
+    """
+
+    shard: int
+
+    @classmethod
+    def of(cls, world: Bound, plan: Division) -> Self:
+        """*Collective* on several axes of processes: every rank; the first call makes a process group for each axis."""
+        return cls(*_axes(world, plan), plan.shard_of(world.rank))
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        """The same ranks, whose collectives are also reported to `observe`."""
+        axes, replicate_axes = (
+            tuple(observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
+        )
+        return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
+
+
+def _axes(world: AnyRank, plan: Division) -> tuple[AnyRank, tuple[AnyRank, ...], tuple[AnyRank, ...]]:
+    """All ranks, the shard axes and the replicate axes of one rank."""
+    if not is_several(plan.mesh):
+        world = replace(world, name=plan.axes[0])
+        return world, (world,), ()
+    axes, replicate_axes = (
+        tuple(along(world, plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
+    )
+    return replace(world, name=WORLD), axes, replicate_axes
+
+
+# --- meshes in a graph -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OneRank:
+    """The rank that holds shard number `shard`, in a graph of one rank; `fzero.comms.stacked.Stacked` is the same for all."""
+
+    shard: int
+
+    def each(self, function: Callable[..., T]) -> Callable[..., T]:
+        """`function` on this rank."""
+        return function
+
+    def drawing(self) -> AbstractContextManager[Any]:
+        """A context for code that draws random numbers."""
+        return nullcontext()
+
+    def in_turn(self, function: Callable[..., None], *args: Any) -> None:
+        """`function`, which writes into its arguments, on this rank."""
+        function(*args)
+
+    def own(self, flat: Tensor, numel: int) -> Tensor:
+        """This rank's shard of `numel` elements: a view of a flat tensor that holds several shards in order."""
+        start = self.shard % (flat.numel() // numel) * numel
+        return flat[start : start + numel]
+
+    def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
+        """Writes this rank's shard of such a tensor."""
+        self.own(flat, shard_S.numel()).copy_(shard_S)
+
+    def place(self, numel: int) -> int:
+        """The start of this rank's shard, if shards have `numel` elements."""
+        return self.shard * numel
+
+
+def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> AxisMesh[TracedAxis]:
+    """The mesh of one rank in a graph. *Collective* on several axes of processes, like `RankMesh.of`."""
+    all_ranks, *several = _axes(world, plan)
+    axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
+    as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)  # the same group, under one name
+    return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
+
+
+def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
+    """The mesh of all ranks at once."""
+    axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
+    return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
+
+
+# --- parts of collectives along several axes ---------------------------------------------------------------------
 
 
 class _Through(NamedTuple):
@@ -205,51 +285,67 @@ class _Through(NamedTuple):
         """The states of the comm hooks, after the reduction has ended."""
         return {**self.before, **{axis: state() for axis, state in self.after.items()}}
 
-    def start_along(
-        self, axis: Bound, full: Tensor, out: Tensor | None, after: Pending | None, label: Label
+    def start_reduce_scatter(
+        self, full: Tensor, axis: Bound | GraphAxis, out: Tensor | None, after: Pending | None, label: Label
     ) -> Pending:
         """Starts a reduce-scatter along one axis."""
-        if axis.name not in self.hooks:
+        if not _is_hooked(axis, full, self.hooks):
             return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
         hook, state = self.hooks[axis.name], self.before.get(axis.name)
         sending = hook.start_reduce_scatter(full, axis, state, out_S=out, after=after, label=label)
         if axis.name in self.before:
             self.after[axis.name] = sending.state
-        return sending.pending if out is None else _into(out, sending.pending)
+        return _into(out, sending.pending)
 
-    def start_sum(self, full: Tensor, axes: Sequence[Bound], after: Pending | None, label: Label) -> Pending:
-        """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks."""
-        first, *then = axes
-        if not any(axis.name in self.hooks for axis in axes):
-            return collectives.start_all_reduce(full, first, then=then, after=after, label=label)
-        own = _own(full, first)
-        reduction = self.start_along(first, full, own, after, label)
+    def start_sum(
+        self, full: Tensor, axes: Sequence[Bound | GraphAxis], after: Pending | None, label: Label
+    ) -> Pending:
+        """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks.
+
+        Further axes come between the two halves of an all-reduce along the first one, where tensors are small.
+        """
+        several = [axis for axis in axes if axis.size > 1] or axes[:1]
+        if not several:
+            return after or ended(full, label)
+        first, *then = several
+        is_hooked = _is_hooked(first, full, self.hooks)
+        if not then and not is_hooked:
+            return collectives.start_all_reduce(full, first, after=after, label=label)
+        halves = first if is_hooked else collectives.in_halves(full, first, label)
+        reduction = self.start_reduce_scatter(full, halves, _own(full, first), after, label)
         if then:
-            reduction = self.start_sum(own, then, reduction, label)
-        return collectives.start_all_gather(own, full, first, after=reduction, label=label)
+            reduction = self.start_sum(_out(reduction, full), then, reduction, label)
+        return collectives.start_all_gather(_out(reduction, full), full, halves, after=reduction, label=label)
 
 
-def _into(out: Tensor, pending: Pending) -> Pending:
-    """The same collective, with its result in `out`; a comm hook may leave it in other memory."""
+def _is_hooked(axis: Bound | GraphAxis, x: Tensor, hooks: Mapping[str, CommHook]) -> bool:
+    """Whether a comm hook sends `x` along an axis; one rank sends nothing, nor is there anything of an empty tensor."""
+    return axis.name in hooks and axis.size > 1 and x.numel() > 0
 
-    def finish() -> Tensor:
-        result = pending.finish()
-        return result if result.data_ptr() == out.data_ptr() else out.copy_(result)
 
-    return Pending(pending.label, pending.works, finish)
+def _out(pending: Pending | None, first: Tensor) -> Tensor:
+    """The tensor that the next collective sends: the result of the one before; `first` if there is none."""
+    if pending is None:
+        return first
+    assert pending.out is not None
+    return pending.out
+
+
+def _into(out: Tensor | None, pending: Pending) -> Pending:
+    """The collective of a comm hook, with its result in `out`; the hook may leave it in other memory."""
+    if out is not None:
+        return pending.then(lambda result: result if result.data_ptr() == out.data_ptr() else out.copy_(result), out)
+    return pending if pending.works else ended(pending.finish(), pending.label)
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:
     """The same collective, whose result is the sum of its result and `x`; `x` becomes that sum, too."""
-
-    def finish() -> Tensor:
-        result = pending.finish()
-        return result.copy_(x.add_(result))
-
-    return Pending(pending.label, pending.works, finish)
+    return pending.then(lambda result: result.copy_(x.add_(result)), pending.out)
 
 
-def _own(full: Tensor, axis: Bound) -> Tensor:
-    """This rank's shard of a tensor that is divided along one axis, as a view."""
+def _own(full: Tensor | None, axis: Bound | GraphAxis) -> Tensor | None:
+    """This rank's shard of a tensor that is divided along one axis, as a view to write to; None if there is no such memory."""
+    if full is None or not isinstance(axis, Bound):
+        return None
     numel = full.numel() // axis.size
     return full if axis.size == 1 else full[axis.rank * numel : (axis.rank + 1) * numel]

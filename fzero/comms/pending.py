@@ -35,16 +35,42 @@ class Pending:
     """A collective that has been started; call `wait()` once for its result.
 
     Holds the tensors that the collective reads and writes, so that they live until it ends.
+
+    Attributes:
+        label: its purpose.
+        works: the sends and receives to wait for.
+        last: makes the result when they have ended; None if it is in `out` by then.
+        out: the tensor that the result will be in, so that a next collective can be given it before this one has ended; None
+            if there is none yet. In a graph it is the result.
     """
 
     label: Label
     works: Sequence[dist.Work] | Future[list[dist.Work]] | Letters
-    finish: Callable[[], Tensor]
+    last: Callable[[], Tensor] | None
+    out: Tensor | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the result is in `out` now, as always in a graph."""
+        return not self.works and self.last is None
 
     def wait(self) -> Tensor:
         """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
         self.end()
         return self.finish()
+
+    def finish(self) -> Tensor:
+        """The result, after `end`."""
+        if self.last is not None:
+            return self.last()
+        assert self.out is not None
+        return self.out
+
+    def then(self, function: Callable[[Tensor], Tensor], out: Tensor | None = None) -> Pending:
+        """The same collective with `function` of its result, which will be in `out`; called at once if this one has ended."""
+        if self.has_ended:
+            return ended(function(self.finish()), self.label)
+        return Pending(self.label, self.works, lambda: function(self.finish()), out)
 
     def end(self) -> None:
         """Waits until everything has been sent and received."""
@@ -64,6 +90,11 @@ class Pending:
             HERE.waits.pop(thread, None)
             if not current_thread().name.startswith(SENDER):  # that thread waits in place of the caller
                 HERE.waited[self.label.purpose] += time.perf_counter() - began
+
+
+def ended(x: Tensor, label: Label) -> Pending:
+    """A collective whose result is there."""
+    return Pending(label, (), None, x)
 
 
 @dataclass(frozen=True, slots=True)

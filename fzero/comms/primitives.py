@@ -176,7 +176,7 @@ def _parts(x: Tensor, size: int) -> Tensor:
 
 
 def _start_all_gather(shard_S: Tensor, axis: Bound, label: Label) -> Pending:
-    return collectives.start_all_gather(shard_S, shard_S.new_empty(shard_S.numel() * axis.size), axis, label=label)
+    return collectives.start_all_gather(shard_S, None, axis, label=label)
 
 
 def _start_reduce_scatter(full_P: Tensor, axis: Bound, label: Label) -> Pending:
@@ -184,8 +184,7 @@ def _start_reduce_scatter(full_P: Tensor, axis: Bound, label: Label) -> Pending:
 
 
 def _start_all_to_all(parts_P: Tensor, axis: Bound, label: Label) -> Pending:
-    pending = collectives.start_all_to_all(parts_P.view(axis.size, -1), axis, label=label)
-    return Pending(label, pending.works, lambda: pending.finish().view(-1))
+    return collectives.start_all_to_all(parts_P.view(axis.size, -1), axis, label=label).then(lambda rows: rows.view(-1))
 
 
 all_gather = Primitive(

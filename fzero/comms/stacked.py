@@ -113,7 +113,7 @@ class StackedAxis:
 
 
 class Stacked:
-    """All ranks of a mesh in this process, as a dimension of tensors.
+    """All ranks of a mesh in this process, as a dimension of tensors; `fzero.comms.mesh.OneRank` is the same for one rank.
 
     Args:
         mesh: the mesh of the ranks, or their number on the one axis "data".

@@ -24,8 +24,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, Self
+from typing import Any, Literal, Self
 
+import optree
 import torch
 import torch._dynamo
 import torch.fx.traceback
@@ -33,10 +34,13 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis
-from fzero.comms.mesh_in_graph import Through, TracedMesh
+from fzero.comms.comm_hooks import Sending
+from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked
+from fzero.comms.traced import TracedAxis
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly
 from fzero.graph.capture_errors import logging_methods, one_graph
@@ -88,9 +92,9 @@ class CompiledStep:
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
-        self._graph = TracedMesh.of(axis, plan, device) if stacked is None else TracedMesh.of_all(stacked, plan)
-        self._ranks = self._graph.ranks
-        self.axes = self._graph.by_group
+        self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
+        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
+        self.axes = _by_group(self._graph)
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self.backend = Backend(
@@ -286,7 +290,7 @@ class CompiledStep:
             )
             for batch in micro_batches
         ]
-        rows_A = numbers.new_empty(len(micro_batches), self._graph.num_ranks, 4)
+        rows_A = numbers.new_empty(len(micro_batches), self._graph.world.size, 4)
         return [*graphs, self._captured(update, *flat, buffers, state.hook_states, state.loss_scale, rows_A, sums[-1])]
 
     def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
@@ -515,7 +519,8 @@ class CompiledStep:
         for flat in self._flats:
             hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
             with labelled("gather", flat.key):
-                param_P = self._graph.all_gather(params[flat.key], self._graph.axes[: flat.num_param_axes], hooks)
+                axes = self._graph.axes[: flat.num_param_axes]
+                param_P = self._graph.all_gather(params[flat.key], axes, hooks=hooks)
             parts = torch.split(param_P, list(flat.numels))
             tensors |= {name: part.view(shape) for name, shape, part in zip(flat.names, flat.shapes, parts)}
         return tensors
@@ -560,7 +565,7 @@ class CompiledStep:
     def _stack_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks, in rank order (W, 4)."""
         with labelled("loss_stats"):
-            return self._graph.stack(row)
+            return collectives.stack(row, self._graph.world)
 
     def _grad_scale(self, is_sum: bool) -> float:
         """The factor on a micro-step's gradients."""
@@ -574,20 +579,22 @@ class CompiledStep:
 
     def _reduce(self, grad_P: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
         """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
-        grad_P, through = grad_P.to(flat.reduce_dtype), self._through(flat, hook_states)
+        grad_P, states = grad_P.to(flat.reduce_dtype), hook_states.get(flat.key, {})
+        how: dict[str, Any] = {"hooks": self._comm_hooks.reduce, "states": states}
         with labelled("reduce", flat.key):
             if flat.sums_full:
-                return self._graph.all_reduce(grad_P, through)
-            grad_S = self._graph.reduce_scatter(grad_P, through)
-            return grad_S if flat.sums_late else self._graph.sum_replicas(grad_S, through)
+                return _end(self._graph.start_all_reduce(grad_P, **how), states)
+            when: Literal["now", "later"] = "later" if flat.sums_late else "now"
+            return _end(self._graph.start_reduce_scatter(grad_P, sum_replicas=when, **how), states)
 
     def _sum_late(self, grad_S: Tensor, flat: Flat, hook_states: HookStates) -> Tensor:
         """The sum over the replicate axes of the shards that micro-steps have added up."""
+        states = hook_states.get(flat.key, {})
         with labelled("reduce", flat.key):
-            return self._graph.sum_replicas(grad_S.to(flat.reduce_dtype), self._through(flat, hook_states))
-
-    def _through(self, flat: Flat, hook_states: HookStates) -> Through:
-        return Through(self._comm_hooks.reduce, hook_states.get(flat.key, {}))
+            sending = self._graph.start_sum_replicas(
+                grad_S.to(flat.reduce_dtype), hooks=self._comm_hooks.reduce, states=states
+            )
+            return _end(sending, states)
 
     def _keep(self, grads: dict[str, Tensor], flat: Flat, reduced: Tensor) -> Tensor:
         """Writes a reduced gradient to `grads`; returns it in `grad_dtype`."""
@@ -643,18 +650,18 @@ class CompiledStep:
         if self._stage == 0:
             return measures.norm(torch.stack(parts))
         with labelled("norm"):
-            rows = graph.stack_shards(parts[0])
+            rows = graph.stack(parts[0])
         return measures.norm(rows)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks as in the eager step, but also those that did not change."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
-            if self._graph.num_ranks > 1 and tensor.numel():
+            if self._graph.world.size > 1 and tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(name)
         for names in by_dtype.values():
             with labelled("buffers"):
-                rows = self._graph.stack(torch.cat([buffers[name].reshape(-1) for name in names]))
+                rows = collectives.stack(torch.cat([buffers[name].reshape(-1) for name in names]), self._graph.world)
             values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))
@@ -680,3 +687,18 @@ def _scaled(grad: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """The scaled gradient in the dtype in which it is sent, rounded once."""
     grad = grad.to(torch.promote_types(dtype, grad.dtype))
     return (grad if scale == 1 else grad * scale).to(dtype)
+
+
+def _by_group(mesh: AxisMesh[Any]) -> dict[str, TracedAxis]:
+    """The axes of one rank, by the names of their groups in a graph."""
+    axes = [axis for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes) if isinstance(axis, TracedAxis)]
+    return {axis.group_name: axis for axis in axes if axis.size > 1}
+
+
+def _end(sending: Sending, states: Mapping[str, Any]) -> Tensor:
+    """The result of a reduction; overwrites the states of comm hooks that have changed."""
+    result, after = sending.wait()
+    for kept, now in zip(optree.tree_leaves(states), optree.tree_leaves(after), strict=True):
+        if now is not kept:
+            kept.copy_(now)
+    return result
