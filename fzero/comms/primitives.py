@@ -10,6 +10,8 @@ A primitive is one linear map over the ranks of an axis, with all of its rules:
 - *batch*: a batch dimension moves to the front, and the primitive is applied again. Over the ranks of a `StackedAxis` the
   primitive is an operation on the dimension of ranks.
 - *abstract*: the shape and dtype of the result, and what is sent, as data.
+- *coded*: a comm hook without a state sends the numbers in fewer bytes. The derivative is that of the exact primitive (straight
+  through the codec), and is sent exactly. A hook with a state is called by itself, and returns the new one.
 
 How it stays whole: a collective is a `torch.autograd.Function` whose `backward` and `jvp` apply primitives again. A
 capture by Dynamo would trace its `forward` and ignore its `backward`, without an error. So there it is called by a function that
@@ -21,9 +23,10 @@ stacked ranks: A for axes before that of the collective, R for this axis, B for 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +34,45 @@ from torch.nn.functional import pad
 
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.comm_hooks import CommHook
 from fzero.comms.pending import Pending
 from fzero.comms.records import CommRecord, Label
 from fzero.comms.traced import TracedAxis, in_order
 
 
-class OverRanks(Protocol):
-    """A dimension of stacked ranks: `fzero.comms.stacked.StackedAxis`."""
+class OverRanks(ABC):
+    """An axis whose ranks are stacked, inside of `torch.vmap` over them.
+
+    Attributes:
+        name, size: of the axis.
+        stride: the difference of two neighbours' ranks.
+        rank: the index of this rank, 0-d int64. It is batched at the level of the ranks, and at no other one.
+    """
+
+    __slots__ = ()
+    name: str
+    size: int
+    stride: int
 
     @property
-    def name(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def stride(self) -> int: ...
-    @property
+    @abstractmethod
     def rank(self) -> Tensor: ...
+
+    def all_gather(self, shard_S: Tensor) -> Tensor:
+        return all_gather(shard_S, self)
+
+    def reduce_scatter(self, full_P: Tensor) -> Tensor:
+        return reduce_scatter(full_P, self)
+
+    def all_reduce(self, full_P: Tensor) -> Tensor:
+        return all_reduce(full_P, self)
+
+    def all_to_all(self, rows_WN: Tensor) -> Tensor:
+        return all_to_all(rows_WN.flatten(-2), self).view(rows_WN.shape)
+
+    def stack(self, x: Tensor) -> Tensor:
+        """The small tensors of all ranks along a new first dimension."""
+        return all_gather(x.reshape(-1), self).view(self.size, *x.shape)
 
 
 Axis = ProcessAxis | LockstepAxis | AbstractAxis | TracedAxis | OverRanks
@@ -86,21 +112,25 @@ class Primitive:
     start: Callable[[Tensor, Bound, Label], Pending]
     label: Label
 
-    def __call__(self, x: Tensor, axis: Axis, *, label: Label | None = None) -> Tensor:
+    def __call__(self, x: Tensor, axis: Axis, *, hook: CommHook | None = None, label: Label | None = None) -> Tensor:
         """The collective. *Collective:* every rank of `axis` calls it; each sends `(W-1) · S` elements.
 
         Args:
             x: (…, P) if the primitive divides, else (…, S).
             axis: the ranks. A `StackedAxis` needs its `Stacked.each` around the call.
+            hook: encodes what is sent, row by row; it must have no state. None sends the numbers unchanged.
             label: of its records.
 
         Returns:
             (…, P) if the primitive joins, else (…, S). On one rank it is `x` itself.
 
         Raises:
-            ValueError: `x` has no dimension, or the ranks cannot divide the last one; or the axis cannot run here.
+            ValueError: `x` has no dimension, or the ranks cannot divide the last one; or the axis cannot run here; or the hook
+                has a state, or none for this collective.
         """
         self._check(x, axis.size)
+        if hook is not None:
+            self._check_hook(hook)
         if axis.size == 1:
             return x
         if isinstance(axis, LockstepAxis) and torch.autograd.forward_ad._current_level >= 0:
@@ -110,11 +140,11 @@ class Primitive:
         label = label or self.label
         number = axis.rank if isinstance(axis.rank, Tensor) else None
         if torch.compiler.is_dynamo_compiling():
-            _let_in()
+            coded = _let_in(hook)
             values = _in_graph(axis, x)
-            return _captured(x, number, self.name, *values)
+            return _captured(x, number, self.name, coded, *values)
         where = axis if number is None else StackedRanks(axis.size, axis.stride)  # type: ignore[union-attr]
-        result: Tensor = _Collective.apply(x, number, self.name, where, label)  # type: ignore[no-untyped-call]
+        result: Tensor = _Collective.apply(x, number, self.name, where, hook, label)  # type: ignore[no-untyped-call]
         return result
 
     def abstract(self, x: Tensor, axis: Axis, *, label: Label | None = None) -> Abstract:
@@ -132,8 +162,12 @@ class Primitive:
         record = CommRecord(self.name, axis.name, label or self.label, sent, sent * x.element_size())
         return Abstract(shape, x.dtype, record)
 
-    def evaluate(self, x: Tensor, axis: Bound | AbstractAxis | TracedAxis, label: Label) -> Tensor:
+    def evaluate(
+        self, x: Tensor, axis: Bound | AbstractAxis | TracedAxis, hook: CommHook | None, label: Label
+    ) -> Tensor:
         """The result on an axis of which this is one rank."""
+        if hook is not None:
+            return self._coded(x, axis if isinstance(axis, Bound) and not _is_traced(x) else _traced(axis, x), hook)
         rows = _parts(x, axis.size).movedim(-2, 0) if self.divides and x.dim() > 1 else x
         flat = rows.contiguous().view(-1)
         if isinstance(axis, Bound) and not _is_traced(x):
@@ -147,8 +181,15 @@ class Primitive:
         shape = rows.shape[1:] if self.divides else rows.shape
         return result.view(axis.size, *shape).movedim(0, -2).flatten(-2)
 
-    def over_ranks(self, x_W: Tensor, ranks: StackedRanks) -> tuple[Tensor, int | None]:
+    def over_ranks(self, x_W: Tensor, ranks: StackedRanks, hook: CommHook | None) -> tuple[Tensor, int | None]:
         """The results of all ranks from the tensors of all ranks, both along dimension 0; None if all results are equal."""
+        if hook is not None:
+            numbers = torch.arange(x_W.shape[0], device=x_W.device)
+
+            def of_rank(x: Tensor, number: Tensor) -> Tensor:
+                return self._coded(x, replace(ranks, number=number), hook)
+
+            return torch.vmap(of_rank, randomness="different")(x_W, numbers), 0
         majors = x_W.shape[0] // (ranks.size * ranks.stride)
         x_ARB = x_W.reshape(majors, ranks.size, ranks.stride, *x_W.shape[1:])
         if not self.divides:  # all parts go to every rank
@@ -160,6 +201,23 @@ class Primitive:
             sum_AB = in_order(x_ARB.unbind(1))
             return _parts(sum_AB, ranks.size).movedim(-2, 1).flatten(0, 2), 0
         return _parts(x_ARB, ranks.size).transpose(1, -2).flatten(-2).flatten(0, 2), 0
+
+    def _coded(self, x: Tensor, axis: Bound | TracedAxis | OverRanks, hook: CommHook) -> Tensor:
+        """The result of a comm hook, row by row."""
+        if x.dim() > 1:
+            return torch.stack([self._coded(row, axis, hook) for row in x.unbind(0)])
+        result, _ = (hook.gather if self.joins else hook.reduce_scatter)(x, axis, None)
+        return result
+
+    def _check_hook(self, hook: CommHook) -> None:
+        if self.divides and self.joins:
+            raise ValueError(
+                f"{self.name}: a comm hook has no {self.name}, got {hook.name}; encode the parts themselves"
+            )
+        if hook.init(torch.empty(2, device="meta")) is not None:
+            raise ValueError(
+                f"{self.name}: hook must be without a state, got {hook.name}; call the hook itself, which returns the new one"
+            )
 
     def _check(self, x: Tensor, size: int) -> None:
         if not x.dim():
@@ -214,11 +272,19 @@ def all_reduce(x: Tensor, axis: Axis, *, label: Label | None = None) -> Tensor:
     return all_gather(shard, axis, label=label)[..., :numel].reshape(x.shape)
 
 
-class StackedRanks(NamedTuple):
-    """Groups of `size` stacked ranks that are `stride` apart."""
+@dataclass(frozen=True, slots=True)
+class StackedRanks(OverRanks):
+    """Groups of `size` stacked ranks that are `stride` apart; `number` is that of this rank."""
 
     size: int
     stride: int
+    number: Tensor | None = None
+    name: str = "stacked"
+
+    @property
+    def rank(self) -> Tensor:
+        assert self.number is not None
+        return self.number
 
 
 class _Collective(torch.autograd.Function):
@@ -229,21 +295,21 @@ class _Collective(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(x: Tensor, number: Tensor | None, name: str, where: Any, label: Label) -> Tensor:
+    def forward(x: Tensor, number: Tensor | None, name: str, where: Any, hook: CommHook | None, label: Label) -> Tensor:
         if number is not None:
             raise ValueError(f"{name}: stacked ranks must be a dimension of torch.vmap; call it inside of Stacked.each")
-        return PRIMITIVES[name].evaluate(x, where, label)
+        return PRIMITIVES[name].evaluate(x, where, hook, label)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, number, ctx.name, ctx.where, _ = inputs
+        _, number, ctx.name, ctx.where, _, _ = inputs
         numbers = () if number is None else (number,)
         ctx.save_for_backward(*numbers)
         ctx.save_for_forward(*numbers)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _again(ctx, grad, PRIMITIVES[PRIMITIVES[ctx.name].transpose]), None, None, None, None
+        return _again(ctx, grad, PRIMITIVES[PRIMITIVES[ctx.name].transpose]), None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Tensor:
@@ -257,39 +323,48 @@ class _Collective(torch.autograd.Function):
         number: Tensor | None,
         name: str,
         where: Any,
+        hook: CommHook | None,
         label: Label,
     ) -> tuple[Tensor, int | None]:
         x_dim, number_dim = in_dims[:2]
         if number_dim is None:
             assert x_dim is not None
-            return _Collective.apply(x.movedim(x_dim, 0), number, name, where, label), 0  # type: ignore[no-untyped-call]
+            moved = x.movedim(x_dim, 0)
+            return _Collective.apply(moved, number, name, where, hook, label), 0  # type: ignore[no-untyped-call]
         x_W = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        return PRIMITIVES[name].over_ranks(x_W, where)
+        return PRIMITIVES[name].over_ranks(x_W, where, hook)
 
 
 def _again(ctx: Any, x: Tensor, primitive: Primitive) -> Tensor:
     """Another primitive over the same ranks."""
     number = ctx.saved_tensors[0] if ctx.saved_tensors else None
-    result: Tensor = _Collective.apply(x, number, primitive.name, ctx.where, primitive.label)  # type: ignore[no-untyped-call]
+    result: Tensor = _Collective.apply(x, number, primitive.name, ctx.where, None, primitive.label)  # type: ignore[no-untyped-call]
     return result
 
 
 # --- captures ----------------------------------------------------------------------------------------------------
 
 
-def _captured(x: Tensor, number: Tensor | None, name: str, *values: Any) -> Tensor:
-    """A primitive as one node of Dynamo's graph, which can hold numbers and strings, but no axis."""
-    where = TracedAxis(*values) if number is None else StackedRanks(*values)
-    result: Tensor = _Collective.apply(x, number, name, where, PRIMITIVES[name].label)  # type: ignore[no-untyped-call]
+_HOOKS: list[CommHook | None] = [None]
+"""The comm hooks that graphs name by their index."""
+
+
+def _captured(x: Tensor, number: Tensor | None, name: str, hook: int, *values: Any) -> Tensor:
+    """A primitive as one node of Dynamo's graph, which can hold numbers and strings, but no axis and no comm hook."""
+    where, label = TracedAxis(*values) if number is None else StackedRanks(*values), PRIMITIVES[name].label
+    result: Tensor = _Collective.apply(x, number, name, where, _HOOKS[hook], label)  # type: ignore[no-untyped-call]
     return result
 
 
-def _let_in() -> None:
-    """Lets Dynamo take `_captured` as one node.
+def _let_in(hook: CommHook | None) -> int:
+    """Lets Dynamo take `_captured` as one node; returns the index of the hook.
 
     Dynamo runs a function with this mark itself, when it traces the call. So fzero need not import Dynamo, which is slow.
     """
     torch.compiler.allow_in_graph(_captured)  # type: ignore[no-untyped-call]
+    if hook not in _HOOKS:
+        _HOOKS.append(hook)
+    return _HOOKS.index(hook)
 
 
 _let_in._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -59,7 +59,7 @@ class _InTurn(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class StackedAxis:
+class StackedAxis(primitives.OverRanks):
     """One axis of the mesh of all ranks, which are a dimension of tensors inside of `Stacked.each`.
 
     Args:
@@ -90,22 +90,6 @@ class StackedAxis:
         if self.ranks is None:
             raise ValueError(f"StackedAxis {self.name!r}: it has no ranks; take it from a Stacked: ranks.axis(name)")
         return self.index(self.ranks.rank)
-
-    def all_gather(self, shard_S: Tensor) -> Tensor:
-        return primitives.all_gather(shard_S, self)
-
-    def reduce_scatter(self, full_P: Tensor) -> Tensor:
-        return primitives.reduce_scatter(full_P, self)
-
-    def all_reduce(self, full_P: Tensor) -> Tensor:
-        return primitives.all_reduce(full_P, self)
-
-    def all_to_all(self, rows_WN: Tensor) -> Tensor:
-        return primitives.all_to_all(rows_WN.flatten(-2), self).view(rows_WN.shape)
-
-    def stack(self, x: Tensor) -> Tensor:
-        """The small tensors of all ranks along a new first dimension."""
-        return primitives.all_gather(x.reshape(-1), self).view(self.size, *x.shape)
 
     def index(self, ranks_W: Tensor) -> Tensor:
         """The index of each of the ranks along this axis."""

@@ -24,6 +24,8 @@ from torch.utils.checkpoint import checkpoint
 import fzero
 from fzero.comms import primitives
 from fzero.comms.axes import AbstractAxis, LockstepAxis
+from fzero.comms.codecs import quantize
+from fzero.comms.comm_hooks import compressed, error_feedback
 from fzero.comms.lockstep import Hub
 from fzero.comms.stacked import Stacked
 from sharding import Mesh
@@ -383,6 +385,66 @@ def test_a_primitive_runs_along_one_axis_of_a_mesh(primitive: str, name: str) ->
     found = ranks.each(lambda x: getattr(primitives, primitive)(x, axis))(x.flatten(0, 1)).unflatten(0, (3, 2))
     f = reference_of(primitive)
     assert torch.equal(found, f(x) if name == "data" else f(x.transpose(0, 1)).transpose(0, 1))
+
+
+# --- comm hooks --------------------------------------------------------------------------------------------------
+
+HOOK = compressed(quantize(8, 16))
+
+
+def coded_results(
+    axis: Any, gathers: bool, x: Tensor, c: Tensor, runner: str = "called", around: Any = lambda f: f
+) -> list[Tensor]:
+    """The result of a coded primitive, row by row and in `vmap`, and a gradient."""
+    primitive = primitives.all_gather if gathers else primitives.reduce_scatter
+
+    def f(x: Tensor) -> Tensor:
+        return primitive(x, axis, hook=HOOK)
+
+    def function(xs: list[Tensor], cs: list[Tensor]) -> list[Tensor]:
+        (x,), (c,) = xs, cs
+        return [f(x), vmap(f)(x), grad(lambda x: (f(x) * c).sum())(x)]
+
+    return RUNNERS[runner](around(function), [x], [c])  # type: ignore[no-any-return]
+
+
+def _coded_of_a_rank(gathers: bool, x: Tensor, c: Tensor, runner: str) -> list[Tensor]:
+    axis = fzero.join()
+    return coded_results(axis, gathers, x[axis.rank], c[axis.rank], runner)
+
+
+@pytest.mark.parametrize("runner", ["called", "make_fx_fake", pytest.param("aot_eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_coded_primitive_gives_the_numbers_of_its_hook_and_the_derivative_of_the_exact_one(
+    ranks: RankPool, gathers: bool, runner: str
+) -> None:
+    world_size, generator = 3, torch.Generator().manual_seed(0)
+    x = torch.randn(world_size, 2, 20 if gathers else 60, generator=generator)
+    c = torch.randn(world_size, 2, 60 if gathers else 20, generator=generator)
+    hub, stacked = Hub(world_size), Stacked(world_size)
+
+    def by_hand(rank: int) -> Tensor:
+        axis = LockstepAxis("data", world_size, rank, hub)
+        verb = HOOK.gather if gathers else HOOK.reduce_scatter
+        return torch.stack([verb(row, axis, None)[0] for row in x[rank]])
+
+    coded = torch.stack(hub.run(by_hand))
+    of_stacked = coded_results(stacked.axis(), gathers, x, c, runner, stacked.each)
+    for found in (
+        of_stacked,
+        [torch.stack(y) for y in zip(*ranks(world_size, _coded_of_a_rank, gathers, x, c, runner))],
+    ):
+        assert torch.equal(found[0], coded) and torch.equal(found[1], coded)
+        transpose = reference_of("reduce_scatter" if gathers else "all_gather")
+        torch.testing.assert_close(found[2], transpose(c.transpose(0, 1)).transpose(0, 1))
+
+
+def test_a_primitive_takes_hooks_without_a_state_and_for_itself() -> None:
+    axis, x = AbstractAxis("data", 2), torch.ones(4)
+    with pytest.raises(ValueError, match="all_gather: hook must be without a state, got error_feedback"):
+        primitives.all_gather(x, axis, hook=error_feedback(HOOK))
+    with pytest.raises(ValueError, match="all_to_all: a comm hook has no all_to_all, got quantize"):
+        primitives.all_to_all(x, axis, hook=HOOK)
 
 
 # --- what is sent, and what cannot run ---------------------------------------------------------------------------
