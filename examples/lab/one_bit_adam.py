@@ -26,13 +26,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fzero
+from fzero.comms.stacked import Stacked
 from fzero.testing import check_collective
-from sharding import FlatLayout
+from sharding import FlatLayout, Mesh
 from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-AXIS = fzero.comms.Sim("data", WORKERS)  # all workers in this process; an axis of processes works as well
+RANKS = Stacked(Mesh.of(data=WORKERS), ("data",))  # all workers in this process
+AXIS = RANKS.axis("data")  # an axis of processes works as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
@@ -85,9 +87,14 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
 
 def mean_over(hook: fzero.comms.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers: each worker sums its shard (reduce-scatter), then all gather the shards of the mean."""
-    sum_WS, of_workers = hook.reduce_scatter(x_WP, AXIS, states[0])
-    mean_WP, of_parts = hook.gather(sum_WS / WORKERS, AXIS, states[1])
-    return mean_WP[0], (of_workers, of_parts)  # the same on every worker
+
+    def on_a_worker(x_P: Tensor, of_worker: Any, of_part: Any) -> tuple[Tensor, ...]:
+        sum_S, of_worker = hook.reduce_scatter(x_P, AXIS, of_worker)
+        mean_P, of_part = hook.gather(sum_S / WORKERS, AXIS, of_part)
+        return (mean_P,) if of_worker is None else (mean_P, of_worker, of_part)
+
+    mean_WP, *new = RANKS.each(on_a_worker)(x_WP, *states)
+    return mean_WP[0], (new[0], new[1]) if new else states  # the same on every worker
 
 
 def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[list[float], list[float]]:

@@ -185,9 +185,14 @@ class Stacked:
     """
 
     def __init__(self, mesh: Mesh, axes: Sequence[str]) -> None:
-        self.size, self._axes = mesh.size, tuple(StackedAxis.of(mesh, name) for name in axes)
+        self.mesh, self.size = mesh, mesh.size
+        self._axes = tuple(map(self.axis, axes))
         self.random: RandomByRank | None = None
         self._shard: Tensor | None = None
+
+    def axis(self, name: str) -> StackedAxis:
+        """An axis of the mesh, for collectives inside of `each`."""
+        return StackedAxis.of(self.mesh, name)
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
         """`function` on every rank: takes and returns stacked tensors."""

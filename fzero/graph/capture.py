@@ -93,7 +93,7 @@ class CompiledStep:
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
-        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(plan)
+        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
         self.axes = _by_group(self._graph)
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
