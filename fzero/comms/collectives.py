@@ -88,7 +88,8 @@ def start_all_gather(
 
     Args:
         full_P: None makes a new tensor.
-        after: the collective that writes `shard_S`; this one waits for it, and the caller does not.
+        after: the collective that writes `shard_S`, which must be a slice of `full_P` then; this one waits for it, and the
+            caller does not.
     """
     if not isinstance(axis, Bound):
         return ended(axis.all_gather(shard_S), label)

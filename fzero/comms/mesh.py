@@ -94,9 +94,12 @@ class AxisMesh(Generic[AnyAxis]):
         *Collective:* every rank of `axes`.
 
         Args:
-            full: None makes new tensors.
+            full: None makes a new tensor.
             hooks: stateless comm hooks by axis.
         """
+        if full is None and axes and isinstance(axes[0], Bound):
+            numel = shard_S.numel() * math.prod(axis.size for axis in axes)
+            shard_S, full = shard_S.contiguous(), shard_S.new_empty(numel)
         targets = [full]
         for axis in axes[:-1]:
             targets.append(_own(targets[-1], axis))
