@@ -32,7 +32,8 @@ from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-AXIS = fzero.comms.Sim("data", WORKERS)  # all workers in this process; an axis of processes works as well
+RANKS = fzero.comms.Stacked(WORKERS)  # all workers in this process
+AXIS = RANKS.axis()  # an axis of processes works as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
@@ -85,9 +86,14 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
 
 def mean_over(hook: fzero.comms.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers: each worker sums its shard (reduce-scatter), then all gather the shards of the mean."""
-    sum_WS, of_workers = hook.reduce_scatter(x_WP, AXIS, states[0])
-    mean_WP, of_parts = hook.gather(sum_WS / WORKERS, AXIS, states[1])
-    return mean_WP[0], (of_workers, of_parts)  # the same on every worker
+
+    def of_one(x_P: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
+        sum_S, of_workers = hook.reduce_scatter(x_P, AXIS, states[0])
+        mean_P, of_parts = hook.gather(sum_S / WORKERS, AXIS, states[1])
+        return mean_P, (of_workers, of_parts)
+
+    mean_WP, states = RANKS.each(of_one)(x_WP, states)
+    return mean_WP[0], states  # the same on every worker
 
 
 def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[list[float], list[float]]:

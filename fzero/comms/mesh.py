@@ -29,7 +29,7 @@ from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
-from fzero.comms.stacked import StackedAxis
+from fzero.comms.stacked import Stacked, StackedAxis
 from fzero.comms.traced import TracedAxis
 from sharding import Mesh, Sharded, Spec
 
@@ -94,9 +94,12 @@ class AxisMesh(Generic[AnyAxis]):
         *Collective:* every rank of `axes`.
 
         Args:
-            full: None makes new tensors.
+            full: None makes a new tensor.
             hooks: stateless comm hooks by axis.
         """
+        if full is None and axes and isinstance(axes[0], Bound):
+            numel = shard_S.numel() * math.prod(axis.size for axis in axes)
+            shard_S, full = shard_S.contiguous(), shard_S.new_empty(numel)
         targets = [full]
         for axis in axes[:-1]:
             targets.append(_own(targets[-1], axis))
@@ -264,12 +267,10 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
     return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
 
 
-def stacked_mesh(plan: Division) -> AxisMesh[StackedAxis]:
+def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
-    axes, replicate_axes = (
-        tuple(StackedAxis.of(plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
-    )
-    return AxisMesh(StackedAxis(plan.world_size), axes, replicate_axes)
+    axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
+    return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 
 
 # --- parts of collectives along several axes ---------------------------------------------------------------------

@@ -39,7 +39,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked, over_ranks
+from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly
@@ -95,7 +95,7 @@ class CompiledStep:
         modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
         self._axis, self._device = axis, device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
-        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(plan)
+        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
         self.axes = _by_group(self._graph)
         exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
         own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
@@ -104,8 +104,6 @@ class CompiledStep:
         )
         self.is_captured = backend is not None
         torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
-        if stacked is not None:
-            torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
         # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
         slots: set[str] = set()

@@ -15,10 +15,12 @@ from torch import Tensor
 
 import fzero
 from fzero.comms import CommRecord
-from fzero.comms.axes import LockstepAxis, Sim
+from fzero.comms.axes import LockstepAxis
 from fzero.comms.codecs import Codec, cast, quantize
 from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
 from fzero.comms.lockstep import Hub
+from fzero.comms.stacked import Stacked
+from sharding import Mesh
 
 
 def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
@@ -29,6 +31,24 @@ def _parts(world_size: int, shard_numel: int, seed: int = 0) -> Tensor:
 def _in_lockstep(function: Any, parts_W: Tensor) -> list[Any]:
     hub = Hub(len(parts_W))
     return hub.run(lambda rank: function(parts_W[rank], LockstepAxis("data", len(parts_W), rank, hub)))
+
+
+def _stacked(verb: Any, parts_W: Tensor, state_W: Any = None) -> tuple[Tensor, Any]:
+    """The results and the new states of all ranks at once; `state_W` is stacked, too."""
+    ranks = Stacked(Mesh.of(data=len(parts_W)), ("data",))
+    axis = ranks.axis("data")
+
+    def on_a_rank(part: Tensor, state: Any) -> Any:
+        result, state = verb(part, axis, state)
+        return result if state is None else (result, state)
+
+    found = ranks.each(on_a_rank)(parts_W, state_W)
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _first_states(hook: CommHook, parts_W: Tensor) -> Any:
+    """The first states of a hook on all ranks, stacked."""
+    return optree.tree_map(lambda *xs: torch.stack(xs), *map(hook.init, parts_W))
 
 
 @st.composite
@@ -47,7 +67,7 @@ def test_stacked_ranks_and_ranks_in_lockstep_get_the_same_bits(
     full = _parts(world_size, shard_numel)
     shards = full[:, :shard_numel].contiguous()
     for verb, parts in ((hook.gather, shards), (hook.reduce_scatter, full)):
-        stacked, state = verb(parts, Sim("data", world_size), hook.init(parts))
+        stacked, state = _stacked(verb, parts, _first_states(hook, parts))
         for rank, (alone, own) in enumerate(
             _in_lockstep(lambda x, axis, verb=verb: verb(x, axis, hook.init(x)), parts)
         ):
@@ -60,7 +80,7 @@ def test_a_coded_gather_is_equal_on_all_ranks_and_within_the_bound(
     codec: Codec, world_size: int, shard_numel: int
 ) -> None:
     shards = _parts(world_size, shard_numel)[:, :shard_numel].contiguous()
-    arrived, _ = compressed(codec).gather(shards, Sim("data", world_size), None)
+    arrived, _ = _stacked(compressed(codec).gather, shards)
     assert all(torch.equal(row, arrived[0]) for row in arrived)
     assert ((arrived[0].double() - shards.flatten().double()).abs() <= codec.bound(shards).flatten()).all()
 
@@ -68,7 +88,7 @@ def test_a_coded_gather_is_equal_on_all_ranks_and_within_the_bound(
 @given(codecs(), st.integers(1, 5), st.integers(0, 40))
 def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_size: int, shard_numel: int) -> None:
     full = _parts(world_size, shard_numel)
-    arrived, _ = compressed(codec).reduce_scatter(full, Sim("data", world_size), None)
+    arrived, _ = _stacked(compressed(codec).reduce_scatter, full)
     meant = full.double().sum(0)
     # Besides the codec's error: W sums in fp32, each of which rounds by half a last bit of the sum so far.
     bound = codec.bound(full.view(world_size, world_size, -1)).flatten(1).sum(0)
@@ -80,17 +100,16 @@ def test_a_coded_reduction_is_within_the_sum_of_the_bounds(codec: Codec, world_s
 def test_error_feedback_loses_nothing_for_long(codec: Codec) -> None:
     """The sum of all results is the sum of all inputs, less the error that is not sent yet: the rounds telescope."""
     hook, world_size, arrived, meant = error_feedback(compressed(codec)), 3, 0.0, 0.0
-    axis, full = Sim("data", world_size), _parts(world_size, 32)
-    error = hook.init(full)
+    error = _first_states(hook, _parts(world_size, 32))
     for seed in range(50):
         full = _parts(world_size, 32, seed)
-        reduced, error = hook.reduce_scatter(full, axis, error)
+        reduced, error = _stacked(hook.reduce_scatter, full, error)
         arrived, meant = arrived + reduced.double().flatten(), meant + full.double().sum(0)
     # Fifty rounds of fp32 sums of numbers below 8, as above.
     torch.testing.assert_close(arrived, meant - error.double().sum(0), rtol=0, atol=50 * 3 * 8 * 2**-23)
     alone, total = compressed(codec), 0.0
     for seed in range(50):
-        total = total + alone.reduce_scatter(_parts(world_size, 32, seed), axis, None)[0].double().flatten()
+        total = total + _stacked(alone.reduce_scatter, _parts(world_size, 32, seed))[0].double().flatten()
     assert (total - meant).abs().max() > 2 * (arrived - meant).abs().max()
 
 
@@ -128,33 +147,33 @@ def _numbers_on_a_rank() -> list[Tensor]:
 
 def test_real_ranks_get_the_bits_of_stacked_ones(ranks: RankPool) -> None:
     hook, full = error_feedback(compressed(quantize(4, 16))), _parts(3, 37)
-    gathered, _ = hook.gather(full[:, :37].contiguous(), Sim("data", 3), hook.init(full[:, :37]))
-    reduced, error = hook.reduce_scatter(full, Sim("data", 3), hook.init(full))
+    shards = full[:, :37].contiguous()
+    gathered, _ = _stacked(hook.gather, shards, _first_states(hook, shards))
+    reduced, error = _stacked(hook.reduce_scatter, full, _first_states(hook, full))
     for rank, found in enumerate(ranks(3, _numbers_on_a_rank)):
         for x, y in zip(found, (gathered, reduced, error), strict=True):
             assert torch.equal(x, y[rank])
 
 
 def test_a_hook_that_is_reset_at_two_periods_starts_again_at_each() -> None:
-    hook, axis = error_feedback(compressed(quantize(4, 16))), Sim("data", 2)
+    hook = error_feedback(compressed(quantize(4, 16)))
     twice, alone = reset_every(reset_every(hook, every=2), every=3), reset_every(hook, every=1)
-    state = twice.init(_parts(2, 32))
+    state = _first_states(twice, _parts(2, 32))
     for index in range(7):
         full = _parts(2, 32, index)
-        arrived, state = twice.reduce_scatter(full, axis, state)
+        arrived, state = _stacked(twice.reduce_scatter, full, state)
         is_reset = index % 3 % 2 == 0
-        assert torch.equal(arrived, alone.reduce_scatter(full, axis, alone.init(full))[0]) == is_reset
+        anew, _ = _stacked(alone.reduce_scatter, full, _first_states(alone, full))
+        assert torch.equal(arrived, anew) == is_reset
     for given_ in (quantize(4), state):
         with pytest.raises(ValueError, match=r"reset_every: hook must be a CommHook, got .*; pass error_feedback"):
             reset_every(given_, every=2)  # type: ignore[arg-type]
-    alone_rank = LockstepAxis("data", 1, 0, Hub(1))  # a counter is 0-d
-    twice.reduce_scatter(_parts(1, 32)[0], alone_rank, twice.init(_parts(1, 32)[0]))
 
 
 def test_an_overflow_reaches_its_rank_and_leaves_no_error_in_the_state() -> None:
     hook, full = error_feedback(compressed(quantize(8, 16))), _parts(2, 32)
     full[1, 3] = float("inf")
-    reduced, error = hook.reduce_scatter(full, Sim("data", 2), hook.init(full))
+    reduced, error = _stacked(hook.reduce_scatter, full, _first_states(hook, full))
     assert not reduced[0].isfinite().all() and reduced[1].isfinite().all() and error.isfinite().all()
     with pytest.raises(ValueError, match=r"decay must be in \[0, 1\), got 1"):
         error_feedback(exact(), decay=1)
