@@ -12,8 +12,6 @@ FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 LARGER = {
     "fzero.runtime.eager.ForwardBackward": "one state machine, driven by calls of the model, of autograd and of the step",
     "fzero.runtime.offload.Offload": "one update in three placements; its streams and leaves are files of their own",
-    "fzero.graph.capture": "the captured rules of a step: they go where the eager ones are, once both are one program",
-    "fzero.graph.capture.CompiledStep": "as its file",
     "fzero.graph.schedule._Walk": "one pass over a graph, whose tables are its attributes: the captured twin of Sequencer",
     "fzero.estimation.dry_pass.DryPass": "the dry twin of ForwardBackward, which one program will replace",
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",

@@ -1,0 +1,180 @@
+"""`ModelInGraph`: the loss of a model and its gradients, from flat buffers, as functions that a graph holds.
+
+1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by one split.
+2. The gradient is a traced `torch.autograd.grad`. It runs the backward of an `autograd.Function`; inside a transform of
+   `torch.func`, Dynamo silently ignores it.
+
+Shape letters: P padded elements of a flat buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch.fx.traceback
+from torch import Tensor, nn
+
+from fzero.comms.mesh import AxisMesh, OneRank
+from fzero.comms.stacked import Stacked
+from fzero.graph.remat import BACKWARD
+from fzero.graph.step_backend import as_parameter
+from fzero.graph.step_inputs import WithLoss
+from fzero.graph.traffic import labelled
+from fzero.optim.loss_scale import LossScale
+from fzero.plans.dataflow import along
+from fzero.plans.plan import Plan
+from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
+from fzero.runtime.refusals import INSIDE, UNRELATED
+
+
+class ModelInGraph:
+    """The model on one rank, or on all ranks at once, computing with the tensors of a state.
+
+    Args:
+        rules: of the loss.
+        mesh, ranks: on which it gathers, and runs.
+        is_captured: whether its functions are captured; if not, they run eagerly.
+        own: the names of the model's own parameters, for an eager run.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        device: torch.device,
+        rules: LossRules,
+        mesh: AxisMesh[Any],
+        ranks: OneRank | Stacked,
+        *,
+        loss_fn: LossFn | None,
+        autocast: torch.dtype | None,
+        is_captured: bool,
+        own: Mapping[Tensor, str],
+    ) -> None:
+        torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
+        self._rules, self._graph, self._ranks, self._own, self._is_captured = rules, mesh, ranks, own, is_captured
+        self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
+        self._trained = tuple(flat for flat in self._flats if flat.trainable)
+        # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
+        slots: set[str] = set()
+        for name, module in model.named_modules():
+            for listed in (module.named_parameters, module.named_buffers):
+                slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
+        self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
+        reduces_by_sum = not rules.is_mean
+        self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
+        """The forward alone, as it runs in a step; writes the `buffers`."""
+
+        def on_one_rank(tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
+            return self._forward(tensors, buffers, batch)[0]
+
+        with self._ranks.drawing(), self._unchanged(self._ranks.each(self._cut)(params)) as tensors:
+            self._ranks.each(on_one_rank)(tensors, buffers, batch)
+
+    @contextmanager
+    def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Raises ParameterError if the body changes parameters, in a step that is not captured."""
+        versions = {name: tensor._version for name, tensor in tensors.items()}
+        yield tensors
+        if any(tensor._version != versions[name] for name, tensor in tensors.items()):
+            raise was_changed(None)
+
+    def value_and_grad(
+        self,
+        params: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        numbers: Tensor,
+    ) -> tuple[Tensor, dict[str, Tensor], bool]:
+        """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums."""
+        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
+        leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
+        are_sums: list[bool] = []
+
+        def forward(
+            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, numbers: Tensor, scale: Tensor
+        ) -> tuple[Tensor, Tensor]:
+            loss, weight = self._forward(tensors, buffers, batch)
+            are_sums.append(weight is not None)
+            loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
+            row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
+            if self._rules.scales_loss:
+                loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
+            return loss, row
+
+        with self._ranks.drawing(), nullcontext() if self._is_captured else self._unchanged(tensors):
+            loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
+        if any(leaf.grad is not None for leaf in leaves.values()):
+            raise RuntimeError(INSIDE)
+        with torch.fx.traceback.annotate(BACKWARD):
+            # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
+            grads = torch.autograd.grad(
+                loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
+            )
+        if all(grad is None for grad in grads):
+            raise ValueError(UNRELATED)
+        # Not zeros_like: it would read the parameter, and so gather its unit once more.
+        grads_by_name = {
+            name: torch.zeros(leaf.shape, dtype=leaf.dtype, device=leaf.device) if grad is None else grad
+            for (name, leaf), grad in zip(leaves.items(), grads)
+        }
+        return row, grads_by_name, are_sums[0]
+
+    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, cut from gathered flat buffers."""
+        tensors: dict[str, Tensor] = {}
+        for flat in self._flats:
+            hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
+            with labelled("gather", flat.key):
+                axes = along(self._graph.axes, flat.flow.gathers_over)
+                param_P = self._graph.all_gather(params[flat.key], axes, hooks=hooks)
+            layout = flat.layout
+            parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
+            tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
+        return tensors
+
+    def _forward(
+        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
+        tensors = {**{name: as_parameter(tensor, name) for name, tensor in tensors.items()}, **buffers}
+        for alias, owner in self._aliases.items():
+            tensors[alias] = tensors[owner]
+        given = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        with nullcontext() if self._is_captured else self._reads_from(tensors):
+            loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
+        if not self._is_captured:
+            for name, tensor in tensors.items():
+                if given[f"model.{name}"] is not tensor and name not in buffers:
+                    raise late("parameter", name)
+        for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
+            module._init_flat_weights()
+        for name, buffer_ in buffers.items():
+            now = given[
+                f"model.{name}"
+            ]  # functional_call returns here the tensor that the model assigned to the buffer
+            if now is not buffer_:
+                if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
+                    raise wrong_kind(name, buffer_, now)
+                buffer_.copy_(now.detach())
+        return loss, weight
+
+    @contextmanager
+    def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """In an eager run, the body reads `tensors` through the module's own parameters."""
+        own = {id(param): param for param in self._module.parameters()}
+        names = {id(param): name for param, name in self._own.items()}
+        leave = enter(own, names, tensors.__getitem__)
+        try:
+            yield
+        finally:
+            leave()

@@ -1,0 +1,350 @@
+"""`StepFunctions`: what the graphs of a train step compute, as functions of tensors: forward, backward, collectives, update.
+
+    params_P = gather(params_S)                               # stage 3
+    loss, grads = value_and_grad(model)(params_P, batch)      # the graph contains the backward
+    grads_S = reduce_scatter(grads)                           # sums in rank order, as in the eager step
+    params_S, optimizer = update(params_S, grads_S, optimizer)
+
+Values that change from step to step (rates, loss scale, counters) are tensors, so that a change causes no new capture.
+
+Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks), W
+ranks, A micro-steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import optree
+import torch
+import torch._dynamo
+import torch.fx.traceback
+from torch import Tensor, nn
+
+from fzero.comms import collectives
+from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.comm_hooks import Sending
+from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
+from fzero.comms.stacked import Stacked
+from fzero.comms.traced import TracedAxis
+from fzero.graph.model_in_graph import ModelInGraph
+from fzero.graph.step_inputs import HookStates, Rules, bare
+from fzero.graph.traffic import labelled
+from fzero.optim.loss_scale import LossScale
+from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
+from fzero.optim.transforms import skip_if
+from fzero.plans.dataflow import along
+from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.runtime.finish import Outcome, finish, norm_parts
+from fzero.runtime.loss import LossFn, agreed_buffers
+from sharding.views import torch_dtype
+
+
+class StepFunctions:
+    """The functions of a step for one model, plan and rank; with `stacked`, for all ranks at once.
+
+    They write into the tensors that they are given. Arguments as for `CompiledStep` and `ModelInGraph`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        axis: ProcessAxis | AbstractAxis,
+        device: torch.device,
+        rules: Rules,
+        *,
+        loss_fn: LossFn | None,
+        autocast: torch.dtype | None,
+        is_captured: bool,
+        own: Mapping[Tensor, str],
+        stacked: Stacked | None,
+    ) -> None:
+        self._device = device
+        self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
+        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(plan)
+        self.axes = _by_group(self._graph)
+        self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
+        self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
+        self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
+        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "is_captured": is_captured, "own": own}
+        self.model = ModelInGraph(model, plan, device, rules.end.loss, self._graph, self._ranks, **how)
+
+    @property
+    def num_ranks(self) -> int:
+        num_ranks: int = self._graph.world.size
+        return num_ranks
+
+    def full_step(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        hook_states: HookStates,
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        numbers: Tensor,
+    ) -> tuple[Outcome, bool]:
+        optimizer, buffers = bare(optimizer), bare(buffers)
+        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
+
+        def finish(
+            params: dict[str, Tensor],
+            master: dict[str, Tensor],
+            grads: dict[str, Tensor],
+            optimizer: dict[str, Any],
+            buffers: dict[str, Tensor],
+            hook_states: HookStates,
+            loss_scale: LossScale[Tensor],
+            row: Tensor,
+            gradients: dict[str, Tensor],
+        ) -> Outcome:
+            rows, reduced = self._stack_rows(row)[None], self._reduced(gradients, grads, hook_states, is_sum=is_sum)
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
+
+        finished = self._ranks.each(finish)
+        return finished(params, master, grads, optimizer, buffers, hook_states, loss_scale, row, gradients), is_sum
+
+    def gradients(
+        self,
+        params: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        hook_states: HookStates,
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        numbers: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """The step without the update; returns the rows of all ranks (W, 4), and whether losses are sums."""
+        buffers = bare(buffers)
+        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
+        rows = self._stack_rows(row)
+        self._reduced(gradients, grads, hook_states, is_sum=is_sum)
+        self._agree(buffers)
+        return rows, is_sum
+
+    def sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
+        """The sums over ranks that remain after the last micro-step, in a step without the update."""
+        self._summed_up(grads, hook_states)
+        self._agree(bare(buffers))
+
+    def micro_step(
+        self,
+        params: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        hook_states: HookStates,
+        loss_scale: LossScale[Tensor],
+        batch: Any,
+        numbers: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """Adds the gradients of one micro-batch to `grads`; reduces first those that a rank does not collect in full."""
+        row, gradients, is_sum = self.model.value_and_grad(params, bare(buffers), loss_scale, batch, numbers)
+
+        def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+            scale = self._grad_scale(is_sum)
+            for flat, grad in self._flattened(gradients):
+                kept = grads[flat.key]
+                if flat.flow.collects == "full":
+                    wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
+                    kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
+                else:
+                    kept.add_(self._reduce(_scaled(grad, scale, flat), flat, hook_states))
+            return self._stack_rows(row)
+
+        return self._ranks.each(add)(grads, hook_states, row, gradients), is_sum
+
+    def update(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        hook_states: HookStates,
+        loss_scale: LossScale[Tensor],
+        rows: Tensor,
+        is_sum: bool,
+    ) -> Outcome:
+        """The metrics and the update, after the last micro-step; `rows` are those of all micro-steps (A, W, 4)."""
+
+        def finish(grads: dict[str, Tensor], hook_states: HookStates, *state: Any) -> Outcome:
+            params, master, optimizer, buffers, loss_scale, rows = state
+            reduced = self._summed_up(grads, hook_states)
+            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
+
+        return self._ranks.each(finish)(
+            grads, hook_states, params, master, bare(optimizer), bare(buffers), loss_scale, rows
+        )
+
+    # --- parts of these, on one rank -----------------------------------------------------------------------------------
+
+    def _reduced(
+        self, gradients: dict[str, Tensor], grads: dict[str, Tensor], hook_states: HookStates, *, is_sum: bool
+    ) -> dict[str, Tensor]:
+        """The sums over ranks of the only micro-step's gradients; also written to `grads`."""
+        reduced = {}
+        for flat, grad_P in self._flattened(gradients):
+            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat), flat, hook_states)
+            grad = self._sum_late(grad, flat, hook_states) if flat.flow.sums_late else grad
+            reduced[flat.key] = self._keep(grads, flat, grad)
+        return reduced
+
+    def _summed_up(self, grads: dict[str, Tensor], hook_states: HookStates) -> dict[str, Tensor]:
+        """The sums over ranks of the gradients that micro-steps collected in `grads`; also written there."""
+        reduced = {}
+        for flat in self._trained:
+            grad = grads[flat.key]
+            if not flat.flow.reduces(is_last=False):
+                grad = self._keep(grads, flat, self._reduce(grad, flat, hook_states))
+            elif flat.flow.sums_late:
+                grad = self._keep(grads, flat, self._sum_late(grad, flat, hook_states))
+            reduced[flat.key] = grad
+        return reduced
+
+    def _updated(
+        self,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        grads: dict[str, Tensor],
+        optimizer: dict[str, Any],
+        buffers: dict[str, Tensor],
+        loss_scale: LossScale[Tensor],
+        rows_A: Tensor,
+        reduced: dict[str, Tensor],
+        *,
+        is_sum: bool,
+    ) -> Outcome:
+        """The metrics and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
+        outcome, skip, factor = finish(self._rules.end, rows_A, self._norm_parts(reduced), loss_scale, is_sum=is_sum)
+        assert skip is not None
+        for flat in self._trained:
+            self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
+        self._agree(buffers)
+        return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
+
+    def _stack_rows(self, row: Tensor) -> Tensor:
+        """The rows of all ranks, in rank order (W, 4)."""
+        with labelled("loss_stats"):
+            return collectives.stack(row, self._graph.world)
+
+    def _grad_scale(self, is_sum: bool) -> float:
+        """The factor on a micro-step's gradients."""
+        return 1 / (self._rules.end.loss.predivide * (1 if is_sum else self._num_micro_steps))
+
+    def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[FlatParamPlan, Tensor]]:
+        """The flat gradients (P)."""
+        for flat in self._trained:
+            grads_N = [grads[name].reshape(-1) for name in flat.layout.names]
+            yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.layout.partition.padding)])
+
+    def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
+        """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
+        grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), hook_states.get(flat.key, {})
+        how: dict[str, Any] = {"hooks": self._comm_hooks.reduce, "states": states}
+        with labelled("reduce", flat.key):
+            if flat.flow.reduces_to == "full":
+                return _end(self._graph.start_all_reduce(grad_P, **how), states)
+            when: Literal["now", "later"] = "later" if flat.flow.sums_late else "now"
+            return _end(self._graph.start_reduce_scatter(grad_P, sum_replicas=when, **how), states)
+
+    def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
+        """The sum over the replicate axes of the shards that micro-steps have added up."""
+        states = hook_states.get(flat.key, {})
+        with labelled("reduce", flat.key):
+            grad_S = grad_S.to(torch_dtype(flat.flow.send_dtype))
+            return _end(self._graph.start_sum_replicas(grad_S, hooks=self._comm_hooks.reduce, states=states), states)
+
+    def _keep(self, grads: dict[str, Tensor], flat: FlatParamPlan, reduced: Tensor) -> Tensor:
+        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
+        reduced, kept = reduced.to(torch_dtype(flat.flow.keep_dtype)), grads[flat.key]
+        if flat.flow.reduced_numel == flat.flow.grad_numel:
+            kept.copy_(reduced)
+        else:
+            self._ranks.write_own(kept, reduced)
+        return reduced
+
+    def _update_flat(
+        self,
+        flat: FlatParamPlan,
+        params: dict[str, Tensor],
+        master: dict[str, Tensor],
+        reduced: Tensor,
+        optimizer: dict[str, Any],
+        skip: Tensor,
+        factor: Tensor | None,
+    ) -> None:
+        param, rules, flow = params[flat.key], self._rules, flat.flow
+        updated = self._ranks.own(param, flat.shard_numel).clone() if flow.joins_over else param
+        start = 0
+        if rules.places is not None:
+            start = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flow.updates == "shard" else 0)
+
+        def update(
+            skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, start: int
+        ) -> None:
+            rounding = to_nearest if rules.places is None else stochastic(rules.salts, start)
+            transform = skip_if(skip, rules.transforms[flat.key])
+            update_in_graph(
+                transform, self._is_cast[flat.key], grad, kept, state, factor=factor, rounding=rounding, out=out
+            )
+
+        kept, out = (master[flat.key], updated) if flat.has_master else (updated, None)
+        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, start)
+        if flow.joins_over:
+            with labelled("all_gather_params", flat.key):
+                joined = self._graph.all_gather(updated, along(self._graph.axes, flow.joins_over))
+            param.copy_(joined)
+
+    def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
+        rules, graph = self._rules.end.loss, self._graph
+        cut = [flat for flat in self._trained if flat.shard_numel]
+
+        def measured(shard: int) -> list[Tensor]:
+            start_of = [(flat, shard * flat.shard_numel) for flat in cut]
+            return [rules.of_shard(reduced[flat.key][start : start + flat.shard_numel]) for flat, start in start_of]
+
+        def stack(part: Tensor) -> Tensor:
+            with labelled("norm"):
+                return graph.stack(part)
+
+        shards = range(graph.num_shards) if self._stage == 0 else (0,)  # `reduced` holds all, or this rank's alone
+        return norm_parts(rules, measured, shards, graph.num_shards, stack=stack, device=self._device)
+
+    def _agree(self, buffers: dict[str, Tensor]) -> None:
+        """Makes module buffers equal on all ranks as in the eager step, but also those that did not change."""
+        by_dtype: dict[torch.dtype, list[str]] = {}
+        for name, tensor in buffers.items():
+            if self._graph.world.size > 1 and tensor.numel():
+                by_dtype.setdefault(tensor.dtype, []).append(name)
+        for names in by_dtype.values():
+            with labelled("buffers"):
+                rows = collectives.stack(torch.cat([buffers[name].reshape(-1) for name in names]), self._graph.world)
+            values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
+            for name, value in zip(names, values):
+                buffers[name].copy_(value.view(buffers[name].shape))
+
+
+def _scaled(grad: Tensor, scale: float, flat: FlatParamPlan) -> Tensor:
+    """The scaled gradient in the dtype in which it is sent, rounded once."""
+    dtype = torch_dtype(flat.flow.send_dtype)
+    grad = grad.to(torch.promote_types(dtype, grad.dtype))
+    return (grad if scale == 1 else grad * scale).to(dtype)
+
+
+def _by_group(mesh: AxisMesh[Any]) -> dict[str, TracedAxis]:
+    """The axes of one rank, by the names of their groups in a graph."""
+    axes = [axis for axis in (mesh.world, *mesh.axes, *mesh.replicate_axes) if isinstance(axis, TracedAxis)]
+    return {axis.group_name: axis for axis in axes if axis.size > 1}
+
+
+def _end(sending: Sending, states: Mapping[str, Any]) -> Tensor:
+    """The result of a reduction; overwrites the states of comm hooks that have changed."""
+    result, after = sending.wait()
+    for kept, now in zip(optree.tree_leaves(states), optree.tree_leaves(after), strict=True):
+        if now is not kept:
+            kept.copy_(now)
+    return result
