@@ -63,7 +63,7 @@ class StepFunctions:
     ) -> None:
         self._device = device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
-        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(plan)
+        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
