@@ -1,8 +1,8 @@
 """The four verbs that move model state: `shard`, `gather`, `reduce_scatter_grads`, `optimizer_update`.
 
-The first three are pure functions of a pytree of tensors and a pytree of the same structure with a `sharding.TensorSpec` for
-every tensor. A leaf may have any shape: it is flattened and padded to P elements, and its shards are the W equal parts of
-that. A train step is the composition of the verbs:
+Each verb has two forms. The form for a tree is for anybody's tensors: the first three are pure functions of a pytree of tensors
+and a pytree of the same structure with a `sharding.TensorSpec` for every tensor. A leaf may have any shape: it is flattened and
+padded to P elements, and its shards are the W equal parts of that. A train step is the composition of the verbs:
 
     params_P = gather(params_S, specs, axis)
     grads_P, loss = grad_and_value(loss_fn)(params_P, batch)
@@ -17,12 +17,17 @@ They are made of the primitives of `fzero.comms.primitives`. So they work in aut
 `make_fx`, and on every axis: an axis is the group of ranks that share the tensors, and a leaf is this rank's. For ranks that are
 simulated in one process, call the verbs inside of `fzero.comms.Stacked.each`.
 
-Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
+The form for a flat buffer of a plan (`start_gather`, `start_reduce_scatter_grads`, `start_sum_replicas`, `start_join`) is what
+`make_train_step` sends with, eager, captured, in lockstep and stacked; nothing else sends parameters or gradients. It works on a
+mesh of any axes, goes through the plan's comm hooks, and returns at once. It adds gradients up; the factor that makes a mean of
+their sum is applied by the update (`fzero.runtime.finish`), together with that of clipping.
+
+Shape letters: P padded elements = W·S, S elements of a shard, W ranks; on a mesh of several axes F·S, F shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import optree
@@ -30,8 +35,16 @@ import torch
 from torch import Tensor
 
 from fzero.comms import primitives
+from fzero.comms.collectives import GATHER, OTHER, REDUCE
+from fzero.comms.comm_hooks import Sending, State
+from fzero.comms.mesh import AxisMesh
+from fzero.comms.pending import Pending
 from fzero.comms.primitives import Axis
+from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
+from fzero.plans.comm_hooks import CommHooks
+from fzero.plans.dataflow import along
+from fzero.plans.flat_params import FlatParamPlan
 from sharding import DEVICE, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
 
@@ -153,6 +166,95 @@ def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) 
         treespec.unflatten([param for _, param, _ in updated]),
         treespec.unflatten([new for _, _, new in updated]),
     )
+
+
+# --- the verbs of a flat buffer, with which a step sends ----------------------------------------------------------
+
+
+def start_gather(
+    shard: Tensor,
+    buffer: FlatParamPlan,
+    mesh: AxisMesh[Any],
+    hooks: CommHooks,
+    *,
+    out: Tensor | None = None,
+    label: Label = GATHER,
+) -> Pending:
+    """Starts the gather of a flat buffer's parameters, from this rank's part to all P elements.
+
+    *Collective:* every rank along `buffer.flow.gathers_over`; sends `(F-1)/F · P` elements. Where that names no axis every rank
+    holds all parameters: nothing is sent, and `shard` itself is the result.
+
+    Args:
+        shard: `buffer.flow.param_numel` elements.
+        out: the result is written here; None makes a new tensor.
+    """
+    own = hooks.gather if buffer.trainable else hooks.frozen
+    return mesh.start_all_gather(shard, out, along(mesh.axes, buffer.flow.gathers_over), hooks=own, label=label)
+
+
+def start_reduce_scatter_grads(
+    full_P: Tensor,
+    buffer: FlatParamPlan,
+    mesh: AxisMesh[Any],
+    hooks: CommHooks,
+    *,
+    states: Mapping[str, State] = {},
+    is_last: bool = True,
+    out_S: Tensor | None = None,
+    held_S: Tensor | None = None,
+    label: Label = REDUCE,
+) -> Sending:
+    """Starts the sum of a flat buffer's gradients over all ranks: this rank's shard of it (S), in stage 0 all of it (P).
+
+    *Collective:* every rank; sends `(F-1)/F · P` elements for a shard, twice that for all, and `2(R-1)/R · S` over R replicas.
+
+    Args:
+        full_P: this rank's gradient in `buffer.flow.send_dtype`; it may be overwritten.
+        states: of the comm hooks, by axis.
+        is_last: whether this is the last micro-step; in earlier ones shards are not summed over the replicate axes.
+        out_S, held_S: see `AxisMesh.start_reduce_scatter`.
+    """
+    how: dict[str, Any] = {"hooks": hooks.reduce, "states": states, "label": label}
+    if buffer.flow.reduces_to == "full":
+        return mesh.start_all_reduce(full_P, **how)
+    return mesh.start_reduce_scatter(
+        full_P, out_S=out_S, sum_replicas="now" if is_last else "later", held_S=held_S, **how
+    )
+
+
+def start_sum_replicas(
+    shard_S: Tensor,
+    mesh: AxisMesh[Any],
+    hooks: CommHooks,
+    *,
+    states: Mapping[str, State] = {},
+    label: Label = REDUCE,
+) -> Sending:
+    """Starts the sum over the replicate axes of shards that micro-steps have added up (`buffer.flow.sums_late`), in place.
+
+    *Collective:* every rank along these axes; sends `2(R-1)/R · S` elements over R replicas.
+    """
+    return mesh.start_sum_replicas(shard_S, hooks=hooks.reduce, states=states, label=label)
+
+
+def start_join(
+    updated_S: Tensor,
+    buffer: FlatParamPlan,
+    mesh: AxisMesh[Any],
+    *,
+    out: Tensor | None = None,
+    label: Label = OTHER,
+) -> Pending:
+    """Starts the gather of updated shards, where a rank holds more of the parameters than it updates.
+
+    *Collective:* every rank along `buffer.flow.joins_over`; sends what a rank holds less what it updates.
+
+    Args:
+        updated_S: `buffer.flow.updated_numel` elements; may be this rank's part of `out`.
+        out: `buffer.flow.param_numel` elements; None makes a new tensor.
+    """
+    return mesh.start_all_gather(updated_S, out, along(mesh.axes, buffer.flow.joins_over), label=label)
 
 
 def _map(

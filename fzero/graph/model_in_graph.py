@@ -25,11 +25,11 @@ from fzero.graph.step_backend import as_parameter
 from fzero.graph.step_inputs import WithLoss
 from fzero.graph.traffic import labelled
 from fzero.optim.loss_scale import LossScale
-from fzero.plans.dataflow import along
 from fzero.plans.plan import Plan
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
+from fzero.verbs import start_gather
 
 
 class ModelInGraph:
@@ -133,10 +133,8 @@ class ModelInGraph:
         """The parameters by name, cut from gathered flat buffers."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            hooks = self._comm_hooks.gather if flat.trainable else self._comm_hooks.frozen
             with labelled("gather", flat.key):
-                axes = along(self._graph.axes, flat.flow.gathers_over)
-                param_P = self._graph.all_gather(params[flat.key], axes, hooks=hooks)
+                param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks).wait()
             layout = flat.layout
             parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}

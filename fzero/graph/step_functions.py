@@ -14,7 +14,7 @@ ranks, A micro-steps.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import optree
 import torch
@@ -34,10 +34,10 @@ from fzero.graph.traffic import labelled
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
 from fzero.optim.transforms import skip_if
-from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, finish, norm_parts
 from fzero.runtime.loss import LossFn, agreed_buffers
+from fzero.verbs import start_join, start_reduce_scatter_grads, start_sum_replicas
 from sharding.views import torch_dtype
 
 
@@ -244,19 +244,18 @@ class StepFunctions:
     def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
         """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
         grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), hook_states.get(flat.key, {})
-        how: dict[str, Any] = {"hooks": self._comm_hooks.reduce, "states": states}
         with labelled("reduce", flat.key):
-            if flat.flow.reduces_to == "full":
-                return _end(self._graph.start_all_reduce(grad_P, **how), states)
-            when: Literal["now", "later"] = "later" if flat.flow.sums_late else "now"
-            return _end(self._graph.start_reduce_scatter(grad_P, sum_replicas=when, **how), states)
+            sending = start_reduce_scatter_grads(
+                grad_P, flat, self._graph, self._comm_hooks, states=states, is_last=not flat.flow.sums_late
+            )
+            return _end(sending, states)
 
     def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
         """The sum over the replicate axes of the shards that micro-steps have added up."""
         states = hook_states.get(flat.key, {})
         with labelled("reduce", flat.key):
             grad_S = grad_S.to(torch_dtype(flat.flow.send_dtype))
-            return _end(self._graph.start_sum_replicas(grad_S, hooks=self._comm_hooks.reduce, states=states), states)
+            return _end(start_sum_replicas(grad_S, self._graph, self._comm_hooks, states=states), states)
 
     def _keep(self, grads: dict[str, Tensor], flat: FlatParamPlan, reduced: Tensor) -> Tensor:
         """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
@@ -296,8 +295,7 @@ class StepFunctions:
         self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, start)
         if flow.joins_over:
             with labelled("all_gather_params", flat.key):
-                joined = self._graph.all_gather(updated, along(self._graph.axes, flow.joins_over))
-            param.copy_(joined)
+                param.copy_(start_join(updated, flat, self._graph).wait())
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
         rules, graph = self._rules.end.loss, self._graph

@@ -20,6 +20,7 @@ from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.own_params import address
 from fzero.storage.shard_io import Leaf, ShardTransfer
+from fzero.verbs import start_gather
 
 
 class SavedView(NamedTuple):
@@ -83,9 +84,9 @@ class Gathers:
             return _Gather(buffer, Pending(label, (), lambda: self._transfer.load(buffer.key, home)))
         shard = self._transfer.load(buffer.key, home)
         full = self._transfer.scratch.take(buffer.padded_numel, shard.dtype, self._transfer.device)
-        comm_hooks = self._plan.comm_hooks
-        hooks = comm_hooks.gather if buffer.trainable else comm_hooks.frozen
-        return _Gather(buffer, self._mesh.start_all_gather(shard, full, axes, hooks=hooks, label=label), shard)
+        return _Gather(
+            buffer, start_gather(shard, buffer, self._mesh, self._plan.comm_hooks, out=full, label=label), shard
+        )
 
     def _end(self, unit: str) -> dict[str, Tensor]:
         """Waits for the gathers of a unit, and returns the memory of shards that were copies."""

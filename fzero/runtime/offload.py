@@ -339,7 +339,7 @@ class Offload:
             with profiler_range("update", buffer.key):
                 transform.update(grad, updated, with_long(update.state, leaves, here))
             if self.joins(buffer):
-                update.join(own, param).wait()
+                update.join(own, out=param).wait()
             del param, grad, own, updated, transform  # so that `scratch` can reuse the memory
             for name in [name for name in here if here[name] is not homes[name]]:
                 if name != leaves.grad:

@@ -57,8 +57,8 @@ class Leaves(NamedTuple):
         return (self.updated, *self.longs)
 
 
-Join = Callable[[Tensor, Tensor], Pending]
-"""Starts the all-gather of the ranks' updated shards (first argument: this rank's) into the second tensor."""
+Join = Callable[..., Pending]
+"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
 
 
 class Update(NamedTuple):

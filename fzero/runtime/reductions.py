@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.plans.unit_scheduler import ScheduleError
 from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
+from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype
 
 
@@ -186,20 +188,20 @@ class Reductions:
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
         """Starts the reduction of a gradient over all ranks: all of it (P) in stage 0, this rank's shard (S) otherwise."""
-        hooks, states = self._plan.comm_hooks.reduce, self.hook_states.get(buffer.key, {})
-        label = Label("reduce", buffer.key, phase)
-        flat_P = flat_P.to(torch_dtype(buffer.flow.send_dtype))
+        reduce = partial(
+            start_reduce_scatter_grads, flat_P.to(torch_dtype(buffer.flow.send_dtype)), buffer, self._mesh,
+            self._plan.comm_hooks, states=self.hook_states.get(buffer.key, {}), is_last=self._is_last,
+            label=Label("reduce", buffer.key, phase),
+        )  # fmt: skip
         if buffer.flow.reduces_to == "full":
-            return self._mesh.start_all_reduce(flat_P, hooks=hooks, states=states, label=label)
+            return reduce()
         own_S, is_held = self._own(buffer), self._is_held(buffer)
-        is_new = is_held or self._adds(buffer) or flat_P.dtype != own_S.dtype or not self._is_here(buffer)
+        is_same = buffer.flow.send_dtype == buffer.flow.keep_dtype
+        is_new = is_held or self._adds(buffer) or not is_same or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
             held = self._transfer.load(f"{buffer.key}/grads", own_S)
-        return self._mesh.start_reduce_scatter(
-            flat_P, out_S=None if is_new else held, sum_replicas="now" if self._is_last else "later",
-            held_S=held if is_held else None, hooks=hooks, states=states, label=label,
-        )  # fmt: skip
+        return reduce(out_S=None if is_new else held, held_S=held if is_held else None)
 
     def _end_oldest(self) -> None:
         """Waits for the oldest reduction, and writes its result to the gradient's home."""

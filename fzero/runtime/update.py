@@ -28,13 +28,13 @@ from fzero.optim.fragments import ShardContents
 from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
-from fzero.plans.dataflow import along
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.offload import Offload
 from fzero.runtime.offload_leaves import Update
 from fzero.state import TrainState
 from fzero.storage.shard_io import BufferPool, updated_part
+from fzero.verbs import start_join
 from sharding.views import torch_dtype
 
 MOST_TOGETHER = 1 << 24
@@ -154,7 +154,7 @@ class Updater:
             numbers = numbers_on(self.offload.runs_on(buffer))
             at = self._transforms_of(buffer, hyper, *numbers, param if buffer.has_master else None)
             label = Label("all_gather_params", buffer.key, "update")
-            join = partial(mesh.start_all_gather, axes=along(mesh.axes, buffer.flow.joins_over), label=label)
+            join = partial(start_join, buffer=buffer, mesh=mesh, label=label)
             update = Update(buffer, grad, master, state.optimizer[buffer.key], at, param, join)
             (away if self.offload.is_away(buffer) else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
@@ -303,5 +303,5 @@ def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> lis
         key, shard_S = update.buffer.key, cast(Tensor, update.param)  # parameters in files are not gathered here
         if shard_S is not params[key]:
             with profiler_range("all_gather", key):
-                started.append(update.join(shard_S, params[key]))
+                started.append(update.join(shard_S, out=params[key]))
     return started
