@@ -26,14 +26,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 import fzero
-from fzero.comms.stacked import Stacked
 from fzero.testing import check_collective
 from sharding import FlatLayout, Mesh
 from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-RANKS = Stacked(Mesh.of(data=WORKERS), ("data",))  # all workers in this process
+RANKS = fzero.comms.Stacked(Mesh.of(data=WORKERS), ("data",))  # all workers in this process
 AXIS = RANKS.axis("data")  # an axis of processes works as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.records import CommRecord as CommRecord, Label as Label
     from fzero.comms.rendezvous import RankInfo as RankInfo, launched as launched
-    from fzero.comms.stacked import VmapError as VmapError
+    from fzero.comms.stacked import Stacked as Stacked, StackedAxis as StackedAxis, VmapError as VmapError
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
@@ -39,6 +39,6 @@ else:
             "process_group": "join shutdown",
             "records": "CommRecord Label",
             "rendezvous": "RankInfo launched",
-            "stacked": "VmapError",
+            "stacked": "Stacked StackedAxis VmapError",
         },
     )
