@@ -9,11 +9,13 @@ that. A train step is the composition of the verbs:
     grads_S = reduce_scatter_grads(grads_P, specs, axis)
     params_S, state_S = optimizer_update(transform, params_S, grads_S, state_S)
 
-The verbs obey three laws: gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and gather and W·reduce_scatter_grads are
-adjoint.
+The verbs obey three laws: gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and the transpose of gather is
+W · reduce_scatter_grads. So the gradient of a loss of gathered shards is the sum over ranks of their gradients. (A `Replicated`
+leaf is gathered already, and its gradient is this rank's own.)
 
-An axis is the group of ranks that share the tensors. On a `ProcessAxis` or `LockstepAxis` a leaf is this rank's; on a `Sim`
-axis all ranks live in one process, and every leaf has a leading dimension W.
+They are made of the primitives of `fzero.comms.primitives`. So they work in autograd, `torch.func`, `torch.compile` and
+`make_fx`, and on every axis: an axis is the group of ranks that share the tensors, and a leaf is this rank's. For ranks that are
+simulated in one process, call the verbs inside of `fzero.comms.Stacked.each`.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -27,10 +29,10 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms import collectives
-from fzero.comms.axes import Axis, Sim
+from fzero.comms import primitives
+from fzero.comms.primitives import Axis
 from fzero.optim.transforms import Transform
-from sharding import Partition, Replicated, Sharded, Spec, TensorSpec
+from sharding import DEVICE, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
 
 
@@ -40,31 +42,36 @@ def specs_of(tree: Any, spec: Spec | None = None, *, multiple_of: int = 1) -> An
     >>> specs_of({"w": torch.zeros(3, 2)}, Sharded("data"))["w"].local_shape(world_size=4)
     (2,)
     """
-    return optree.tree_map(
-        lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype), spec or Replicated(), multiple_of=multiple_of), tree
-    )
+    spec = Replicated() if spec is None else spec
+
+    def one(x: Tensor) -> TensorSpec:
+        return TensorSpec(
+            tuple(x.shape), dtype_name(x.dtype), spec, DEVICE, multiple_of
+        )  # Dynamo knows no default values
+
+    return optree.tree_map(one, tree)
 
 
 def shard(tree: Any, specs: Any, axis: Axis) -> Any:
     """This rank's shards of a full tree. Leaves that are not `Sharded` are returned unchanged. Sends nothing.
 
     Args:
-        tree: full tensors, each with the shape of its spec (`Sim`: [W, *shape]).
+        tree: full tensors, each with the shape of its spec.
         specs: a `TensorSpec` for each tensor.
         axis: the ranks that share the tensors.
 
     Returns:
-        A tree of the same structure. A `Sharded` leaf is a new tensor of S elements (`Sim`: [W, S]).
+        A tree of the same structure. A `Sharded` leaf is a new tensor of S elements.
 
     Raises:
         ValueError: the shape of a leaf differs from its spec's, or a spec names another axis.
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
-        if not isinstance(axis, Sim):
-            return take_shard(pad(x.reshape(-1), partition), partition, axis.rank).clone()
-        rows = [take_shard(pad(row.reshape(-1), partition), partition, rank) for rank, row in enumerate(x)]
-        return torch.stack(rows)
+        x_P, rank = pad(x.reshape(-1), partition), axis.rank
+        if isinstance(rank, Tensor):  # of stacked ranks
+            return x_P.view(axis.size, partition.shard_numel).index_select(0, rank.view(1)).view(-1)
+        return take_shard(x_P, partition, rank).clone()
 
     return _map(tree, specs, axis, full=True, sharded=one, replicated=lambda x, _: x)
 
@@ -75,19 +82,19 @@ def gather(tree: Any, specs: Any, axis: Axis) -> Any:
     *Collective:* every rank of `axis` calls it; sends `(W-1)/W · P` elements for each `Sharded` leaf.
 
     Args:
-        tree: for each `Sharded` spec this rank's shard, S elements (`Sim`: [W, S]); other leaves are full.
+        tree: for each `Sharded` spec this rank's shard, S elements; other leaves are full.
         specs: a `TensorSpec` for each tensor.
         axis: the ranks that share the tensors.
 
     Returns:
-        A tree of the same structure, each tensor with the shape of its spec (`Sim`: [W, *shape]).
+        A tree of the same structure, each tensor with the shape of its spec.
 
     Raises:
         ValueError: a leaf has not the length of its spec's shard, or a spec names another axis.
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
-        return collectives.all_gather(x, axis)[..., : partition.numel]
+        return primitives.all_gather(x, axis)[: partition.numel]
 
     return _map(tree, specs, axis, full=False, sharded=one, replicated=lambda x, _: x)
 
@@ -101,27 +108,22 @@ def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
     `Replicated` one (an all-reduce is a reduce-scatter and an all-gather).
 
     Args:
-        tree: this rank's full gradients, each with the shape of its spec (`Sim`: [W, *shape]).
+        tree: this rank's full gradients, each with the shape of its spec.
         specs: a `TensorSpec` for each tensor: how the result is divided.
         axis: the ranks that share the tensors.
 
     Returns:
-        A tree of the same structure. A `Sharded` leaf has S elements (`Sim`: [W, S]).
+        A tree of the same structure. A `Sharded` leaf has S elements.
 
     Raises:
         ValueError: the shape of a leaf differs from its spec's, or a spec names another axis.
     """
 
-    def flat(x: Tensor, partition: Partition) -> Tensor:
-        if not isinstance(axis, Sim):
-            return pad(x.reshape(-1), partition)
-        return torch.stack([pad(row.reshape(-1), partition) for row in x])
-
     def sharded(x: Tensor, partition: Partition) -> Tensor:
-        return collectives.reduce_scatter(flat(x, partition), axis)
+        return primitives.reduce_scatter(pad(x.reshape(-1), partition), axis) * (1 / axis.size)
 
     def replicated(x: Tensor, partition: Partition) -> Tensor:
-        return collectives.all_gather(sharded(x, partition), axis)[..., : partition.numel].reshape(x.shape)
+        return primitives.all_gather(sharded(x, partition), axis)[: partition.numel].reshape(x.shape)
 
     return _map(tree, specs, axis, full=True, sharded=sharded, replicated=replicated)
 
@@ -184,17 +186,16 @@ def _map(
             raise ValueError(
                 f"{name}: its spec {spec.spec!r} must name the axis in use, got {axis.name!r}; pass that axis"
             )
-        rows = (axis.size,) if isinstance(axis, Sim) else ()
-        expected = (*rows, *(spec.shape if full else spec.local_shape(axis.size)))
+        expected = spec.shape if full else spec.local_shape(axis.size)
         if tuple(x.shape) != expected:
             raise ValueError(
-                f"{name}: must have the shape {expected} of {spec}{', a row for each rank' if rows else ''}, got "
-                f"{tuple(x.shape)}; pass {'full tensors' if full else f'shards of {axis.size} ranks'} or make new specs"
+                f"{name}: must have the shape {expected} of {spec}, got {tuple(x.shape)}; pass "
+                f"{'full tensors' if full else f'shards of {axis.size} ranks'} or make new specs"
             )
         partition = spec.partition(axis.size)
         if isinstance(spec.spec, Sharded):
             out = sharded(x, partition)
-            return out if full else out.reshape((*rows, *spec.shape))
+            return out if full else out.reshape(spec.shape)
         return replicated(x, partition) if isinstance(spec.spec, Replicated) else x
 
     return optree.tree_map_with_path(one, tree, specs)

@@ -18,7 +18,6 @@ from sharding.layout import FlatLayout
 from sharding.partition import Partition
 
 
-@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in specs.
 

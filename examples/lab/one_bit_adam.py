@@ -27,13 +27,13 @@ from torch.nn.functional import pad
 
 import fzero
 from fzero.testing import check_collective
-from sharding import FlatLayout, Mesh
+from sharding import FlatLayout
 from sharding.views import flatten, unflatten
 
 WORKERS, NUM_ROWS, BLOCK = 4, 16, 64
 LR, BETA_1, BETA_2 = 0.004, 0.9, 0.97
-RANKS = fzero.comms.Stacked(Mesh.of(data=WORKERS), ("data",))  # all workers in this process
-AXIS = RANKS.axis("data")  # an axis of processes works as well
+RANKS = fzero.comms.Stacked(WORKERS)  # all workers in this process
+AXIS = RANKS.axis()  # an axis of processes works as well
 POWERS = 2 ** torch.arange(8, dtype=torch.uint8)
 
 
@@ -87,13 +87,13 @@ def gradients_of(batch_W: tuple[Tensor, ...], model: torch.nn.Module, layout: Fl
 def mean_over(hook: fzero.comms.CommHook, x_WP: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
     """The mean over workers: each worker sums its shard (reduce-scatter), then all gather the shards of the mean."""
 
-    def on_a_worker(x_P: Tensor, of_worker: Any, of_part: Any) -> tuple[Tensor, ...]:
-        sum_S, of_worker = hook.reduce_scatter(x_P, AXIS, of_worker)
-        mean_P, of_part = hook.gather(sum_S / WORKERS, AXIS, of_part)
-        return (mean_P,) if of_worker is None else (mean_P, of_worker, of_part)
+    def of_one(x_P: Tensor, states: tuple[Any, Any]) -> tuple[Tensor, tuple[Any, Any]]:
+        sum_S, of_workers = hook.reduce_scatter(x_P, AXIS, states[0])
+        mean_P, of_parts = hook.gather(sum_S / WORKERS, AXIS, states[1])
+        return mean_P, (of_workers, of_parts)
 
-    mean_WP, *new = RANKS.each(on_a_worker)(x_WP, *states)
-    return mean_WP[0], (new[0], new[1]) if new else states  # the same on every worker
+    mean_WP, states = RANKS.each(of_one)(x_WP, states)
+    return mean_WP[0], states  # the same on every worker
 
 
 def train(num_steps: int, num_exact: int, hook: fzero.comms.CommHook) -> tuple[list[float], list[float]]:

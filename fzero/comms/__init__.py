@@ -1,7 +1,7 @@
 """Axes of ranks and the collectives along them, comm hooks and codecs, process groups, hang reports: the only door to
 torch.distributed.
 
-May import: sharding, common. Begin with `fzero.comms.axes` and `fzero.comms.collectives`.
+May import: sharding, common. Begin with `fzero.comms.axes` and `fzero.comms.primitives`.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
         AbstractAxis as AbstractAxis,
         CollectiveError as CollectiveError,
         ProcessAxis as ProcessAxis,
-        Sim as Sim,
     )
     from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
     from fzero.comms.comm_hooks import (
@@ -33,7 +32,7 @@ else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
-            "axes": "AbstractAxis CollectiveError ProcessAxis Sim",
+            "axes": "AbstractAxis CollectiveError ProcessAxis",
             "codecs": "Codec cast quantize",
             "comm_hooks": "CommHook Sending completed compressed error_feedback exact reset_every",
             "process_group": "join shutdown",

@@ -2,10 +2,10 @@
 
 - `ProcessAxis`: this process is one rank of a torch.distributed group, or one rank alone where there is no group.
 - `LockstepAxis`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`).
-- `Sim`: all ranks live in this process, stacked along the first dimension of every tensor.
 - `AbstractAxis`: a number of ranks without processes, for plans and schedules made before there is a job.
 
-For ranks in a mesh of several axes, `fzero.comms.process_group.along` makes the axes one by one.
+In a captured graph an axis is a `fzero.comms.traced.TracedAxis`; ranks that are a dimension of tensors have a
+`fzero.comms.stacked.StackedAxis`. In a mesh of several axes `fzero.comms.process_group.along` makes a rank's axes.
 """
 
 from __future__ import annotations
@@ -97,21 +97,6 @@ class LockstepAxis:
 
 
 @dataclass(frozen=True, slots=True)
-class Sim:
-    """All `size` ranks of the mesh axis `name` in this process: every tensor has a leading dimension of ranks.
-
-    >>> import torch
-    >>> from fzero.comms.collectives import all_gather
-    >>> all_gather(torch.tensor([[1, 2], [3, 4]]), Sim("data", 2))
-    tensor([[1, 2, 3, 4],
-            [1, 2, 3, 4]])
-    """
-
-    name: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
 class AbstractAxis:
     """One rank of `size` along the mesh axis `name`, without a process: plans and schedules take it, and no step runs on it.
 
@@ -160,8 +145,6 @@ class AbstractAxis:
 
 Bound = ProcessAxis | LockstepAxis
 """An axis of which this process, or this thread, is one rank."""
-Axis = Bound | Sim
-"""An axis that a collective runs on."""
 
 
 def observed(axis: Bound, observe: Callable[[CommRecord], None]) -> Bound:

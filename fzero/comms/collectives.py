@@ -25,12 +25,11 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.common.pickles import pack, unpack
-from fzero.comms.axes import Axis, Bound, CollectiveError, LockstepAxis, ProcessAxis, Sim
+from fzero.comms.axes import Bound, CollectiveError, LockstepAxis, ProcessAxis
 from fzero.comms.failures import failed
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.records import CommRecord, Label
 from fzero.comms.watchdog import HERE
-from sharding import reference
 
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
 """The labels of collectives that are called without one."""
@@ -328,30 +327,7 @@ def _report(axis: Bound, collective: str, label: Label, num_elements: int, tenso
         axis.observe(CommRecord(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 
 
-# --- collectives that return their result -------------------------------------------------------------------------
-
-
-def all_gather(shard: Tensor, axis: Axis, *, label: Label = GATHER) -> Tensor:
-    """The shards of all ranks in rank order: S → P (`Sim`: [W, S] → [W, P]). *Collective:* sends (W-1)/W · P."""
-    if isinstance(axis, Sim):
-        return reference.all_gather(shard)
-    shard = shard.contiguous()
-    return start_all_gather(shard, shard.new_empty(shard.numel() * axis.size), axis, label=label).wait()
-
-
-def reduce_scatter(full: Tensor, axis: Axis) -> Tensor:
-    """This rank's shard of the mean over ranks: P → S (`Sim`: [W, P] → [W, S]). *Collective:* sends (W-1)/W · P."""
-    if isinstance(axis, Sim):
-        return reference.reduce_scatter(full, "mean")
-    shard = start_reduce_scatter(full.contiguous(), axis).wait()
-    return shard * (1 / axis.size)
-
-
-def all_to_all(rows: Tensor, axis: Axis, *, label: Label = REDUCE) -> Tensor:
-    """Row r of every rank, in rank order, on rank r: (W, N) → (W, N) (`Sim`: [W, W, N] → [W, W, N]). *Collective.*"""
-    if isinstance(axis, Sim):
-        return rows.transpose(0, 1).contiguous()
-    return start_all_to_all(rows.contiguous(), axis, label=label).wait()
+# --- collectives that return their result ---------------------------------------------------------------------------
 
 
 def stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Tensor:

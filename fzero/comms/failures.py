@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fzero.comms.axes import Axis, CollectiveError, ProcessAxis
+from fzero.comms.axes import Bound, CollectiveError, ProcessAxis
 from fzero.comms.meeting import LoneCallError, Meeting, Notified
 from fzero.comms.records import Label
 from fzero.comms.watchdog import HERE, Watchdog
@@ -120,7 +120,7 @@ def end_watch() -> None:
         _WATCHES.pop().watchdog.stop()
 
 
-def meet(call: str, axis: Axis) -> None:
+def meet(call: str, axis: Bound) -> None:
     """Returns when every rank of the axis has come to this call; for the start of calls that all ranks must make.
 
     *Collective:* every rank of `axis`; sends some numbers to the job's store.

@@ -270,7 +270,7 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
 def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
     axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
-    return AxisMesh(StackedAxis(ranks.size), axes, replicate_axes)
+    return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 
 
 # --- parts of collectives along several axes ---------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""All ranks of a mesh as a dimension of tensors: the collectives of `TracedAxis`, for all ranks at once.
+"""All ranks of a mesh as a dimension of tensors.
 
 `Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is that of one
-rank, and a collective of a `StackedAxis` is an operation on the dimension of ranks. Sums are made in rank order, as by ranks in
-processes.
+rank, and a collective along a `StackedAxis` is an operation on the dimension of ranks (`fzero.comms.primitives`). Sums are made
+in rank order, as by ranks in processes.
 
 Each rank has its own random state: an operator that draws random numbers runs for one rank after the other, on the state of
 that rank.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,8 +21,8 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.comms.axes import WORLD
-from fzero.comms.traced import in_order
+from fzero.comms import primitives
+from fzero.comms.axes import DATA, WORLD
 from sharding import Mesh
 
 T = TypeVar("T")
@@ -31,68 +31,6 @@ aten = torch.ops.aten
 
 class VmapError(ValueError):
     """A model does something that `torch.vmap` cannot do for all ranks at once."""
-
-
-class _OverRanks(torch.autograd.Function):
-    """A collective inside of `torch.vmap`: a function of the tensors of all ranks."""
-
-    @staticmethod
-    def forward(x: Tensor, name: str, size: int, stride: int) -> Tensor:
-        raise AssertionError(f"{name}: the tensor has no dimension of ranks")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-    @staticmethod
-    def vmap(
-        info: Any, in_dims: tuple[int | None, ...], x: Tensor, name: str, size: int, stride: int
-    ) -> tuple[Tensor, int | None]:
-        assert in_dims[0] is not None
-        x_W = x.movedim(in_dims[0], 0)
-        return _COLLECTIVES[name](x_W.reshape(x_W.shape[0] // (size * stride), size, stride, *x_W.shape[1:]))
-
-
-def _all_gather(x_ARBS: Tensor) -> tuple[Tensor, int | None]:
-    return _to_all(x_ARBS.movedim(1, 2).flatten(2, 3), x_ARBS.shape[1])
-
-
-def _reduce_scatter(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
-    majors, num_ranks, minors, numel = x_ARBP.shape
-    shards_ABRS = in_order(x_ARBP.unbind(1)).reshape(majors, minors, num_ranks, numel // num_ranks)
-    return shards_ABRS.movedim(2, 1).flatten(0, 2), 0
-
-
-def _all_reduce(x_ARBP: Tensor) -> tuple[Tensor, int | None]:
-    total_ABP = in_order(x_ARBP.unbind(1))
-    return total_ABP.unsqueeze(1).expand_as(x_ARBP).flatten(0, 2).clone(), 0  # each rank may write into its copy
-
-
-def _stack(x_ARB: Tensor) -> tuple[Tensor, int | None]:
-    return _to_all(x_ARB.movedim(1, 2), x_ARB.shape[1])
-
-
-def _to_all(x_AB: Tensor, num_ranks: int) -> tuple[Tensor, int | None]:
-    """A result that is equal on all ranks along the axis."""
-    if x_AB.shape[:2] == (1, 1):
-        return x_AB[0, 0].clone(), None
-    return x_AB.unsqueeze(1).expand(-1, num_ranks, *x_AB.shape[1:]).flatten(0, 2), 0
-
-
-def _all_to_all(x_ARBRN: Tensor) -> tuple[Tensor, int | None]:
-    return x_ARBRN.transpose(1, 3).flatten(0, 2), 0
-
-
-_COLLECTIVES: dict[str, Callable[[Tensor], tuple[Tensor, int | None]]] = {
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_reduce": _all_reduce,
-    "all_to_all": _all_to_all,
-    "stack": _stack,
-}
-"""Each returns the results of the ranks, and the dimension of ranks in them; None if all results are equal.
-
-Three dimensions of a tensor stand for ranks: A for axes before that of the collective, R for this axis, B for axes after it."""
 
 
 class _InTurn(torch.autograd.Function):
@@ -120,96 +58,100 @@ class _InTurn(torch.autograd.Function):
         return anchor.new_empty(0), None
 
 
-def over_ranks(x: Tensor, name: str, size: int, stride: int) -> Tensor:
-    """A collective inside of `torch.vmap`, among groups of `size` ranks that are `stride` apart.
-
-    A capture must not trace into it (`torch._dynamo.allow_in_graph`): it would trace `forward`, not the rule for `vmap`.
-    """
-    result: Tensor = _OverRanks.apply(x, name, size, stride)  # type: ignore[no-untyped-call]
-    return result
-
-
 @dataclass(frozen=True, slots=True)
-class StackedAxis:
-    """The collectives of `fzero.comms.traced.TracedAxis` along one axis, for all ranks at once.
+class StackedAxis(primitives.OverRanks):
+    """One axis of the mesh of all ranks, which are a dimension of tensors inside of `Stacked.each`.
 
     Args:
         size: the number of ranks along it.
         stride: the difference of two neighbours' ranks.
         name: the mesh axis.
+        ranks: all ranks of the mesh.
     """
 
     size: int
     stride: int = 1
     name: str = WORLD
+    ranks: Stacked | None = field(default=None, repr=False)
 
     @classmethod
-    def of(cls, mesh: Mesh, name: str) -> Self:
-        """The collectives along an axis of a mesh.
+    def of(cls, mesh: Mesh, name: str, ranks: Stacked | None = None) -> Self:
+        """An axis of a mesh.
 
         >>> StackedAxis.of(Mesh.of(node=2, data=4), "node")
         StackedAxis(size=2, stride=4, name='node')
         """
         after = mesh.names[mesh.names.index(name) + 1 :]
-        return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)), name)
+        return cls(mesh.axis_size(name), math.prod(map(mesh.axis_size, after)), name, ranks)
 
-    def all_gather(self, shard_S: Tensor) -> Tensor:
-        return self._collective("all_gather", shard_S)
-
-    def reduce_scatter(self, full_P: Tensor) -> Tensor:
-        return self._collective("reduce_scatter", full_P)
-
-    def all_reduce(self, full_P: Tensor) -> Tensor:
-        return self._collective("all_reduce", full_P)
-
-    def all_to_all(self, rows_WN: Tensor) -> Tensor:
-        return self._collective("all_to_all", rows_WN)
-
-    def stack(self, x: Tensor) -> Tensor:
-        return self._collective("stack", x) if self.size > 1 else x[None]
+    @property
+    def rank(self) -> Tensor:
+        """The index of this rank along the axis: 0-d int64 inside of `Stacked.each`."""
+        if self.ranks is None:
+            raise ValueError(f"StackedAxis {self.name!r}: it has no ranks; take it from a Stacked: ranks.axis(name)")
+        return self.index(self.ranks.rank)
 
     def index(self, ranks_W: Tensor) -> Tensor:
         """The index of each of the ranks along this axis."""
         return ranks_W // self.stride % self.size
 
-    def _collective(self, name: str, x: Tensor) -> Tensor:
-        return over_ranks(x, name, self.size, self.stride) if self.size > 1 else x
-
 
 class Stacked:
-    """All ranks of a mesh, in a graph of all ranks; `fzero.comms.mesh.OneRank` is the same for one rank.
+    """All ranks of a mesh in this process, as a dimension of tensors; `fzero.comms.mesh.OneRank` is the same for one rank.
 
     Args:
-        mesh: the mesh of the ranks.
-        axes: the axes of the finest division into shards, major first.
+        mesh: the mesh of the ranks, or their number on the one axis "data".
+        axes: the axes of the finest division into shards, major first; by default all axes of the mesh.
+
+    Attributes:
+        random: the random states of the ranks, where each draws from its own.
+
+    >>> ranks = Stacked(2)
+    >>> axis = ranks.axis("data")
+    >>> ranks.each(lambda shard: primitives.all_gather(shard, axis))(torch.tensor([[1, 2], [3, 4]]))
+    tensor([[1, 2, 3, 4],
+            [1, 2, 3, 4]])
     """
 
-    def __init__(self, mesh: Mesh, axes: Sequence[str]) -> None:
-        self.mesh, self.size = mesh, mesh.size
-        self._axes = tuple(map(self.axis, axes))
+    def __init__(self, mesh: Mesh | int, axes: Sequence[str] | None = None) -> None:
+        self.mesh = Mesh.of(**{DATA: mesh}) if isinstance(mesh, int) else mesh
+        self.size = self.mesh.size
+        self._axes = tuple(map(self.axis, self.mesh.names if axes is None else axes))
         self.random: RandomByRank | None = None
-        self._shard: Tensor | None = None
+        self._now: tuple[Tensor, Tensor] | None = None
 
-    def axis(self, name: str) -> StackedAxis:
+    def axis(self, name: str = DATA) -> StackedAxis:
         """An axis of the mesh, for collectives inside of `each`."""
-        return StackedAxis.of(self.mesh, name)
+        return StackedAxis.of(self.mesh, name, self)
+
+    @property
+    def rank(self) -> Tensor:
+        """The number of this rank, 0-d int64. `torch.vmap` batches it at the level of the ranks, and at no other one."""
+        return self._numbers()[0]
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on every rank: takes and returns stacked tensors."""
+        """`function` on every rank: takes and returns trees of stacked tensors. Other leaves are the same on all ranks."""
 
         def on_ranks(*args: Any) -> T:
-            def one(shard: Tensor, *own: Any) -> T:
-                self._shard = shard
-                result = function(*own)
-                self._shard = None  # a graph would return a tensor that is left here
-                return result
+            others: list[Any] = []
+
+            def one(rank: Tensor, shard: Tensor, *own: Any) -> list[Tensor]:
+                before, self._now = self._now, (rank, shard)
+                try:
+                    leaves, treespec = pytree.tree_flatten(function(*own))
+                finally:
+                    self._now = before  # a graph would return tensors that are left here
+                others[:] = [treespec, *((None, True) if isinstance(x, Tensor) else (x, False) for x in leaves)]
+                return [x for x in leaves if isinstance(x, Tensor)]
 
             ranks, shards = torch.arange(self.size), torch.zeros(self.size, dtype=torch.int64)
             for axis in self._axes:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
-            on_all = torch.vmap(one, in_dims=(0, *in_dims), randomness="different")
-            result: T = on_all(shards, *args)
+            on_all = torch.vmap(one, in_dims=(0, 0, *in_dims), randomness="different")
+            tensors = iter(on_all(ranks, shards, *args))
+            treespec, *leaves = others
+            result: T = treespec.unflatten(next(tensors) if is_tensor else x for x, is_tensor in leaves)
             return result
 
         return on_ranks
@@ -245,16 +187,20 @@ class Stacked:
             function(*pytree.tree_unflatten([own.get(place, leaf) for place, leaf in enumerate(leaves)], treespec))
 
         with torch.no_grad():
-            _InTurn.apply(self._shard, on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
+            _InTurn.apply(self._numbers()[1], on_a_rank, *(leaves[place] for place in places))  # type: ignore[no-untyped-call]
 
     def place(self, numel: int) -> Any:
         """The start of each rank's shard, if shards have `numel` elements."""
-        assert self._shard is not None
-        return self._shard * numel
+        return self._numbers()[1] * numel
 
     def _row(self, rows: Tensor) -> Tensor:
-        assert self._shard is not None
-        return self._shard % rows.shape[0]
+        return self._numbers()[1] % rows.shape[0]
+
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        """The numbers of this rank and of its shard."""
+        if self._now is None:
+            raise ValueError("Stacked: a rank has a number inside of each() only; call ranks.each(function)(tensors)")
+        return self._now
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]

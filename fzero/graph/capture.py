@@ -39,7 +39,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked, over_ranks
+from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
 from fzero.graph.analysis import name_units
 from fzero.graph.backends import Backend as TorchBackend, GraphOnly
@@ -102,8 +102,6 @@ class CompiledStep:
         )
         self._is_captured = backend is not None
         torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
-        if stacked is not None:
-            torch._dynamo.allow_in_graph(over_ranks)  # type: ignore[no-untyped-call]
         self._rules, self._name = rules, type(model).__name__
         # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
         slots: set[str] = set()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fzero.comms import collectives
+from fzero.comms import collectives, primitives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
@@ -260,7 +260,7 @@ def _gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]
         for _ in range(12):
             collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
             began = time.perf_counter()
-            collectives.all_gather(shard, axis)
+            primitives.all_gather(shard, axis)
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)

@@ -16,7 +16,7 @@ from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor
 
-from fzero.comms import collectives
+from fzero.comms import collectives, primitives
 from fzero.comms.process_group import join
 from fzero.optim.fragments import ShardContents, boxes
 from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
@@ -183,7 +183,7 @@ def _update_own_shard(name: str, layout: FlatLayout, param_P: Tensor, grads_P: l
         layout,
         (axis.rank,),
         stack=lambda partial: collectives.stack(partial[0], axis),
-        join=lambda shard: collectives.all_gather(shard, axis),
+        join=lambda shard: primitives.all_gather(shard, axis),
     )
     shards = [take_shard(grad, layout.partition, axis.rank) for grad in grads_P]
     return run(MAKERS[name](contents), take_shard(param_P, layout.partition, axis.rank), shards)[0]

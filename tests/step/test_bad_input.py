@@ -19,7 +19,7 @@ from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, trai
 
 import fzero
 from fzero import CollectiveError, ConfigError, ScheduleError
-from fzero.comms import collectives
+from fzero.comms import collectives, primitives
 from fzero.comms.pending import abandon
 from fzero.runtime import MismatchError
 from sharding import Mesh
@@ -531,7 +531,7 @@ def _leaves_a_late_start() -> None:
 
 def _gathers() -> list[float]:
     axis = fzero.join()
-    gathered: list[float] = collectives.all_gather(torch.full((4,), float(axis.rank)), axis).tolist()
+    gathered: list[float] = primitives.all_gather(torch.full((4,), float(axis.rank)), axis).tolist()
     return gathered
 
 

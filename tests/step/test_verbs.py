@@ -1,7 +1,9 @@
-"""The laws of the four verbs, on simulated axes and on real ranks."""
+"""The laws of the four verbs, on stacked ranks, on ranks in lockstep and on real ones."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import optree
@@ -11,9 +13,13 @@ from hypothesis import given, strategies as st
 from profiles import examples
 from ranks import RankPool
 from torch import Tensor
+from torch.func import grad as gradient, vjp
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fzero
-from fzero.comms.axes import ProcessAxis
+from fzero.comms import primitives
+from fzero.comms.axes import LockstepAxis, ProcessAxis
+from fzero.comms.lockstep import Hub
 from sharding import Partial, Replicated, Sharded, TensorSpec
 from sharding.testing import SPECS, StateTree, distinct_tensors, spec_trees, state_trees, world_sizes
 
@@ -26,8 +32,14 @@ def grads_of(specs: Any, rank: int) -> Any:
 
 
 def stacked(trees: list[Any]) -> Any:
-    """The trees of all ranks as one tree of a `Sim` axis."""
+    """The trees of all ranks as one tree of stacked ranks."""
     return optree.tree_map(lambda *rows: torch.stack(rows), *trees)
+
+
+def on_each(world_size: int, verb: Callable[..., Any], tree: Any, specs: Any) -> Any:
+    """A verb on every one of stacked ranks."""
+    ranks = fzero.comms.Stacked(world_size)
+    return ranks.each(lambda tree: verb(tree, specs, ranks.axis()))(tree)
 
 
 def equal(found: Any, expected: Any) -> bool:
@@ -39,21 +51,19 @@ def equal(found: Any, expected: Any) -> bool:
     )
 
 
-# --- on a simulated axis -----------------------------------------------------------------------------------------
+# --- on stacked ranks -----------------------------------------------------------------------------------------
 
 
 @given(state_trees(("float32", "bfloat16", "int64", "bool")), world_sizes())
 def test_gather_undoes_shard(tree: StateTree, world_size: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
     full = stacked([tree.tensors] * world_size)
-    shards = fzero.shard(full, tree.specs, axis)
-    assert equal(fzero.gather(shards, tree.specs, axis), full)
+    shards = on_each(world_size, fzero.shard, full, tree.specs)
+    assert equal(on_each(world_size, fzero.gather, shards, tree.specs), full)
 
 
 @given(spec_trees(), world_sizes())
 def test_shards_have_the_shape_that_their_spec_says(specs: Any, world_size: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
-    shards = fzero.shard(stacked([distinct_tensors(specs)] * world_size), specs, axis)
+    shards = on_each(world_size, fzero.shard, stacked([distinct_tensors(specs)] * world_size), specs)
     optree.tree_map(lambda x, spec: _check(x.shape == (world_size, *spec.local_shape(world_size))), shards, specs)
 
 
@@ -63,7 +73,6 @@ def _check(holds: bool) -> None:
 
 @given(spec_trees(), world_sizes())
 def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
     full = distinct_tensors(specs, first=1)
 
     def one(shards: Tensor, x: Tensor, spec: TensorSpec) -> None:
@@ -71,12 +80,11 @@ def test_shards_of_all_ranks_are_the_tensor_and_zeros(specs: Any, world_size: in
             joined = shards.flatten()
             assert torch.equal(joined[: x.numel()], x.flatten()) and not joined[x.numel() :].any()
 
-    optree.tree_map(one, fzero.shard(stacked([full] * world_size), specs, axis), full, specs)
+    optree.tree_map(one, on_each(world_size, fzero.shard, stacked([full] * world_size), specs), full, specs)
 
 
 @given(spec_trees(), world_sizes())
 def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: Any, world_size: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
     on_ranks = [grads_of(specs, rank) for rank in range(world_size)]
 
     def mean(spec: TensorSpec, *grads: Tensor) -> Tensor:
@@ -88,38 +96,101 @@ def test_reduced_gradients_are_shards_of_the_mean_and_partial_ones_stay(specs: A
         return torch.stack([total * (1 / world_size)] * world_size)
 
     means = optree.tree_map(mean, specs, *on_ranks)
-    assert equal(fzero.reduce_scatter_grads(stacked(on_ranks), specs, axis), fzero.shard(means, specs, axis))
+    reduced = on_each(world_size, fzero.reduce_scatter_grads, stacked(on_ranks), specs)
+    assert equal(reduced, on_each(world_size, fzero.shard, means, specs))
 
 
-@given(st.integers(0, 40), world_sizes(), st.integers(1, 4))
-def test_gather_and_world_size_times_reduce_scatter_are_adjoint(numel: int, world_size: int, multiple_of: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
+def _is_adjoint(axis: Any, spec: TensorSpec, shard: Tensor, full: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    """This rank's terms of pairs of inner products that are equal when summed over ranks, and a gradient with its law."""
+    gathered, summed = primitives.all_gather(shard, axis), primitives.reduce_scatter(full, axis)
+    transposed = vjp(lambda shard: fzero.gather(shard, spec, axis), shard)[1](grad)[0]
+    reduced = axis.size * fzero.reduce_scatter_grads(grad, spec, axis)
+    return (gathered * full).sum(), (shard * summed).sum(), transposed, reduced
+
+
+def _adjoint_terms_of_a_rank(*args: Any) -> tuple[Tensor, ...]:
+    spec, shards, fulls, grads = args
+    axis = fzero.join()
+    return _is_adjoint(axis, spec, shards[axis.rank], fulls[axis.rank], grads[axis.rank])
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@examples(10)
+@given(numel=st.integers(0, 40), multiple_of=st.integers(1, 4), seed=st.integers(0, 9))
+def test_all_gather_and_reduce_scatter_are_adjoint_and_gather_has_its_transpose(
+    ranks: RankPool, world_size: int, numel: int, multiple_of: int, seed: int
+) -> None:
     spec = TensorSpec((numel,), "float64", Sharded("data"), multiple_of=multiple_of)
-    generator = torch.Generator().manual_seed(numel)
-    shards = fzero.shard(torch.randn(numel, generator=generator).double().expand(world_size, -1), spec, axis)
-    grads = torch.randn(world_size, numel, generator=generator).double()
-    left = (fzero.gather(shards, spec, axis) * grads).sum()
-    right = (shards * world_size * fzero.reduce_scatter_grads(grads, spec, axis)).sum()
-    torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)  # float64; the two sums add in another order
+    partition = spec.partition(world_size)
+    generator = torch.Generator().manual_seed(seed)
+    shards, fulls, grads = (
+        torch.randint(-9, 9, (world_size, n), generator=generator).double()  # so that sums are exact
+        for n in (partition.shard_numel, partition.padded_numel, numel)
+    )
+    simulated = fzero.comms.Stacked(world_size)
+    on_stacked = simulated.each(partial(_is_adjoint, simulated.axis(), spec))(shards, fulls, grads)
+    for left, right, transposed, reduced in (
+        on_stacked,
+        stacked(ranks(world_size, _adjoint_terms_of_a_rank, spec, shards, fulls, grads)),
+    ):
+        assert left.sum() == right.sum() and torch.equal(transposed, reduced.to(torch.float64).round())
+        assert torch.equal(transposed.flatten()[:numel], grads.sum(0))
+
+
+def _gradients(axis: Any, specs: Any, tree: Any, weight: Tensor) -> Any:
+    def loss(tree: Any) -> Tensor:
+        full = optree.tree_leaves(fzero.gather(tree, specs, axis))
+        return weight * sum((x**2 * torch.arange(x.numel()).view(x.shape)).sum() for x in full)  # type: ignore[no-any-return]
+
+    return gradient(loss)(tree)
+
+
+def _gradients_of_a_rank(specs: Any, full: Any, capture: bool) -> Any:
+    axis = fzero.join()
+    shards, weight = fzero.shard(full, specs, axis), torch.tensor(axis.rank + 1.0)
+    if capture:
+        graph = make_fx(lambda tree, weight: _gradients(axis, specs, tree, weight), tracing_mode="fake")(shards, weight)
+        return graph(shards, weight)
+    return _gradients(axis, specs, shards, weight)
+
+
+@pytest.mark.parametrize("capture", [False, True])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_gathered_shard_has_the_gradients_of_all_ranks_and_a_full_leaf_that_of_its_own(
+    ranks: RankPool, world_size: int, capture: bool
+) -> None:
+    full = {"shared": torch.arange(1.0, 7.0).view(2, 3), "own": torch.arange(1.0, 5.0)}
+    specs = {"shared": TensorSpec((2, 3), "float32", Sharded("data")), "own": TensorSpec((4,), "float32")}
+    grads = optree.tree_map(lambda x: 2 * x * torch.arange(x.numel()).view(x.shape), full)
+    weights = torch.arange(1.0, world_size + 1)
+    expected = {
+        "shared": on_each(
+            world_size, fzero.shard, stacked([weights.sum() * grads["shared"]] * world_size), specs["shared"]
+        ),
+        "own": torch.stack([weight * grads["own"] for weight in weights]),
+    }
+    assert equal(stacked(ranks(world_size, _gradients_of_a_rank, specs, full, capture)), expected)
+    simulated = fzero.comms.Stacked(world_size)
+    axis = simulated.axis()
+    shards = on_each(world_size, fzero.shard, stacked([full] * world_size), specs)
+    assert equal(simulated.each(partial(_gradients, axis, specs))(shards, weights), expected)
 
 
 @given(spec_trees(), world_sizes(3))
 def test_the_verbs_leave_their_inputs_unchanged(specs: Any, world_size: int) -> None:
-    axis = fzero.comms.Sim("data", world_size)
     grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
-    shards = fzero.shard(grads, specs, axis)
+    shards = on_each(world_size, fzero.shard, grads, specs)
     kept = optree.tree_map(torch.clone, (grads, shards))
-    fzero.shard(grads, specs, axis)
-    fzero.gather(shards, specs, axis)
-    fzero.reduce_scatter_grads(grads, specs, axis)
+    for verb, tree in ((fzero.shard, grads), (fzero.gather, shards), (fzero.reduce_scatter_grads, grads)):
+        on_each(world_size, verb, tree, specs)
     assert equal((grads, shards), kept)
 
 
 # --- on real ranks -----------------------------------------------------------------------------------------------
 
 
-def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
-    axis = fzero.join()
+def _verbs_on_a_rank(trees: list[Any], axis: Any = None) -> list[Any]:
+    axis = axis or fzero.join()
     found = []
     for specs in trees:
         full, grads = distinct_tensors(specs), grads_of(specs, axis.rank)
@@ -135,14 +206,18 @@ def _verbs_on_a_rank(trees: list[Any]) -> list[Any]:
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @examples(10)
 @given(trees=st.lists(spec_trees(), min_size=8, max_size=8))
-def test_real_ranks_and_a_simulated_axis_give_the_same_bits(ranks: RankPool, world_size: int, trees: list[Any]) -> None:
-    axis = fzero.comms.Sim("data", world_size)
-    on_ranks = ranks(world_size, _verbs_on_a_rank, trees)
+def test_real_ranks_and_ranks_in_lockstep_and_stacked_give_the_same_bits(
+    ranks: RankPool, world_size: int, trees: list[Any]
+) -> None:
+    on_ranks, hub = ranks(world_size, _verbs_on_a_rank, trees), Hub(world_size)
+    in_lockstep = hub.run(lambda rank: _verbs_on_a_rank(trees, LockstepAxis("data", world_size, rank, hub)))
+    assert equal(on_ranks, in_lockstep)
     for index, specs in enumerate(trees):
         full = stacked([distinct_tensors(specs)] * world_size)
         grads = stacked([grads_of(specs, rank) for rank in range(world_size)])
-        shards = fzero.shard(full, specs, axis)
-        simulated = shards, fzero.gather(shards, specs, axis), fzero.reduce_scatter_grads(grads, specs, axis)
+        shards = on_each(world_size, fzero.shard, full, specs)
+        gathered = on_each(world_size, fzero.gather, shards, specs)
+        simulated = shards, gathered, on_each(world_size, fzero.reduce_scatter_grads, grads, specs)
         assert equal(stacked([found[index] for found in on_ranks]), simulated)
         assert equal(simulated[1], full)
 
@@ -198,43 +273,31 @@ def test_an_update_changes_nothing_that_it_is_given_and_returns_new_tensors(name
 
 # --- bad input ---------------------------------------------------------------------------------------------------
 
-TWO = fzero.comms.Sim("data", 2)
+TWO = fzero.comms.AbstractAxis("data", 2)
 
 
 def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None:
     specs = {"layer": [TensorSpec((3, 2), "float32", Sharded("data"))]}
-    with pytest.raises(
-        ValueError, match=r"layer\.0: must have the shape \(2, 3, 2\).*got \(2, 2, 3\); pass full tensors"
-    ):
-        fzero.shard({"layer": [torch.zeros(2, 2, 3)]}, specs, TWO)
-    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(2, 3, 2\).*got \(2, 6\); pass full tensors"):
-        fzero.reduce_scatter_grads({"layer": [torch.zeros(2, 6)]}, specs, TWO)
-    with pytest.raises(
-        ValueError, match=r"layer\.0: must have the shape \(2, 3\).*got \(2, 4\); pass shards of 2 ranks"
-    ):
-        fzero.gather({"layer": [torch.zeros(2, 4)]}, specs, TWO)
+    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(2, 3\); pass full tensors"):
+        fzero.shard({"layer": [torch.zeros(2, 3)]}, specs, TWO)
+    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3, 2\).*got \(6,\); pass full tensors"):
+        fzero.reduce_scatter_grads({"layer": [torch.zeros(6)]}, specs, TWO)
+    with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(3,\).*got \(4,\); pass shards of 2 ranks"):
+        fzero.gather({"layer": [torch.zeros(4)]}, specs, TWO)
     with pytest.raises(ValueError, match=r"layer\.0: must have the shape \(6,\).*got \(3, 2\)"):
         fzero.gather({"layer": [torch.zeros(3, 2)]}, specs, fzero.comms.ProcessAxis("data"))
-
-
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("verb", [fzero.shard, fzero.gather, fzero.reduce_scatter_grads])
-@pytest.mark.parametrize("shape", [(1, 4), (3, 4), (4,), ()])
-def test_a_simulated_tensor_must_hold_one_row_for_each_rank(verb: Any, spec: Any, shape: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match=r"w: must have the shape \(2, .*a row for each rank, got"):
-        verb({"w": torch.zeros(shape)}, {"w": TensorSpec((4,), "float32", spec)}, TWO)
 
 
 @pytest.mark.parametrize("spec", [Sharded("model"), Partial("model")])
 @pytest.mark.parametrize("verb", [fzero.shard, fzero.gather, fzero.reduce_scatter_grads])
 def test_a_spec_that_names_another_axis_is_told_with_both_names(verb: Any, spec: Any) -> None:
     specs = {"w": TensorSpec((4,), "float32", spec)}
-    x = torch.zeros(2, 2 if verb is fzero.gather and isinstance(spec, Sharded) else 4)
+    x = torch.zeros(2 if verb is fzero.gather and isinstance(spec, Sharded) else 4)
     with pytest.raises(ValueError, match=rf"w: its spec {type(spec).__name__}\('model'\) must name.*got 'data'"):
         verb({"w": x}, specs, TWO)
 
 
-@pytest.mark.parametrize("tree", [{"w": torch.zeros(2, 4)}, {"w": torch.zeros(2, 4), "c": torch.zeros(2, 4)}])
+@pytest.mark.parametrize("tree", [{"w": torch.zeros(4)}, {"w": torch.zeros(4), "c": torch.zeros(4)}])
 def test_a_tree_of_another_structure_than_its_specs_is_refused(tree: Any) -> None:
     specs = fzero.specs_of({"w": torch.zeros(4), "b": torch.zeros(4)})
     for verb in (fzero.shard, fzero.gather, fzero.reduce_scatter_grads):
