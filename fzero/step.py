@@ -800,6 +800,7 @@ class TrainStep:
         *Collective:* every rank; sends one number.
         """
         self.runtime.check_state(state)
+        meet("TrainStep.first_overflow", self.runtime.mesh.world)
         return self.runtime.metrics.first_overflow(state)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fzero.common.arguments import refuse, shown
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer, with_overrides
-from fzero.optim.elementwise import check_elementwise
+from fzero.optim.elementwise import Trial, check_elementwise, trial_tensors
 from fzero.optim.transforms import Transform
 
 ParamGroup = Mapping[str, Any]
@@ -71,6 +72,18 @@ class UserTransform:
 
     def __repr__(self) -> str:
         return f"UserTransform({self.field!r}, lr={self.lr})"  # the same on all ranks
+
+    @property
+    def outcome(self) -> str:
+        """Three updates of fixed numbers, rounded to three digits: text by which ranks compare their transforms."""
+        param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=3))
+        transform = self.transform()
+        state = transform.init(param)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for grad in grads:
+                _, param, state = transform.update(grad, param, state)
+        return f"{self.field} at lr={self.lr}: {', '.join(f'{x:.2e}' for x in param[::8].tolist())}"
 
     @property
     def is_fixed(self) -> bool:

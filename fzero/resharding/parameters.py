@@ -14,6 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.comms.failures import meet
 from fzero.optim.transforms import leaf_names
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
@@ -157,6 +158,7 @@ def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) 
     if isinstance(spec.spec, Replicated):
         return held
     mesh = step.runtime.mesh
+    meet(f"reading {buffer.key!r} in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)", mesh.world)
     if isinstance(spec.spec, Partial):
         return mesh.all_gather(own_shard(held, buffer, mesh.shard), mesh.axes)
     return mesh.all_gather(held, mesh.axes_of(spec.spec))

@@ -22,6 +22,7 @@ from torch import Tensor
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
 from fzero.resharding.new_state import (
@@ -91,6 +92,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     for step in (new, old):
         if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
             axis = replace(axis, observe=step.runtime.ranks.observe)
+    meet("fzero.reshard", axis)
     mine = tuple(_report(state, old, new))
     world = [_Report(*values) for values in collectives.exchange(mine, axis, label=Label("compare"))]
     _check_reports(world)

@@ -41,7 +41,7 @@ from fzero.runtime.autograd_nodes import ParamLeaf, leaf_of, root_of, roots_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams
-from fzero.runtime.module_binding import beneath_modes
+from fzero.runtime.module_binding import beneath_modes, untraced
 from fzero.runtime.own_params import flag_changed, late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, CHANGES_FLAG, HOOKS_SAVED, INSIDE, OVER, TRANSFORMED, UNRELATED
@@ -325,7 +325,7 @@ class ForwardBackward:
         unit, _ = self._homes[name]
         present = self._present
         if present is None or unit.name != present.unit:
-            present = self._enter(unit)
+            present = untraced(self._enter)(unit) if unit.gathered_numel else self._enter(unit)
         elif not self.in_forward:
             with beneath_modes(self._num_modes):
                 self._gathered(unit)  # the next gather may start now, as in `_unpack`
@@ -422,7 +422,7 @@ class ForwardBackward:
         if not any(unit.gathered_numel for unit in self.plan.units):
             yield
             return
-        with saved_tensors_hooks(self._pack, self._unpack):
+        with saved_tensors_hooks(untraced(self._pack), untraced(self._unpack)):
             yield
 
     def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:

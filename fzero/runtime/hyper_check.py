@@ -22,6 +22,7 @@ class HyperCheck:
         now: of the update to come, as known in the last backward; None where the host would have to wait for the device.
         last: of the last update.
         is_late: whether these are others than the backward before it knew.
+        scale: the loss scale; None where the host would have to wait for the device.
     """
 
     groups: Sequence[str]
@@ -29,6 +30,7 @@ class HyperCheck:
     now: Hyper | None = None
     last: Hyper | None = None
     is_late: bool = False
+    scale: float | None = None
 
     def checksum(
         self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
@@ -40,7 +42,8 @@ class HyperCheck:
         """
         is_known = state.step.device.type == "cpu"
         self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper
-        return zlib.crc32(repr((self.now, self.last if self.is_late else None, num_parts)).encode())
+        self.scale = float(state.loss_scale.scale) if hyper is None and is_known else None
+        return zlib.crc32(repr((self.now, self.last if self.is_late else None, num_parts, self.scale)).encode())
 
     def used(self, hyper: Hyper) -> None:
         """Remembers the hyper-parameters that an update uses."""
@@ -55,4 +58,4 @@ class HyperCheck:
             return hyper._replace(optimizers=hyper.optimizers or self.optimizers).named(self.groups)
 
         late = {f"{subject}, used in the last update": values for subject, values in text(self.last).items()}
-        return text(self.now) | {"loss": {"divided by": str(num_parts)}} | late
+        return text(self.now) | {"loss": {"divided by": str(num_parts), "multiplied by": str(self.scale)}} | late

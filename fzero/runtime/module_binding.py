@@ -7,6 +7,7 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -252,6 +253,14 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, hidden from torch.compile, which would otherwise trace it as part of a model that compiles its own code."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
+        return function
+    hidden: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return hidden
 
 
 @contextmanager

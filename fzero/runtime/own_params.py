@@ -13,7 +13,6 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import ref
 
 import optree
 import torch
@@ -288,15 +287,6 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), grad._version)
 
 
-class _Seen(NamedTuple):
-    """A tensor of the module at the time when a state copied its values."""
-
-    tensor: ref[Tensor]
-    """Weak, so that moving the module to `meta` frees its tensors."""
-    identity: tuple[int, int, int]
-    bits: Tensor
-
-
 class Origin:
     """A module's tensors when a step is made (shape, dtype) and when a state is made from them (values).
 
@@ -306,7 +296,7 @@ class Origin:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in _tensors(model)}
-        self._seen: dict[str, _Seen] = {}
+        self._seen: dict[str, Tensor] = {}
         self._is_open = True
 
     def look(self, *, given: bool) -> None:
@@ -315,7 +305,7 @@ class Origin:
         self._is_open, self._seen = True, {}
         for name, x in () if given else _tensors(self._model):
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn):
-                self._seen[name] = _Seen(ref(x), _identity(x), bits_of(x))
+                self._seen[name] = bits_of(x)
 
     def close(self) -> None:
         """Ends the check."""
@@ -330,10 +320,9 @@ class Origin:
         if not self._is_open:
             return
         now = self._check_kinds()
-        for name, seen in self._seen.items():
+        for name, bits in self._seen.items():
             tensor = now[name]
-            is_same = tensor is seen.tensor() and _identity(tensor) == seen.identity
-            if not (is_same or tensor.is_meta or torch.equal(bits_of(tensor), seen.bits)):
+            if not (tensor.is_meta or torch.equal(bits_of(tensor), bits)):  # a change through .data has no count
                 raise ValueError(
                     f"model: must keep its values from init to the first step, and {name!r} was changed since "
                     f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
@@ -356,11 +345,6 @@ class Origin:
 
 def _kind_text(kind: tuple[torch.Size, torch.dtype] | None) -> str:
     return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
-
-
-def _identity(tensor: Tensor) -> tuple[int, int, int]:
-    version = -1 if tensor.is_inference() else tensor._version  # PyTorch counts no changes of inference tensors
-    return address(tensor), int(tensor.storage_offset()), version
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -12,6 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.common.arguments import check_kind
 from fzero.comms.axes import AbstractAxis, Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
@@ -198,6 +199,9 @@ class StepRuntime:
         fix: str = "make it with this step's init(), or give its weights to init(params)",
     ) -> None:
         """Raises ValueError unless every tensor has this step's shape and dtype: another step may shard it differently."""
+        check_kind(
+            "state", state, TrainState, "a TrainState", "pass that of init() or of the last step (load(...).state)"
+        )
         treespec, names, shapes, _ = self._expected
         leaves, found = optree.tree_flatten(state)
         if found != treespec:

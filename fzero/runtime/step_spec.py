@@ -269,6 +269,7 @@ class StepSpec:
                 "mesh": str(the_plan.mesh),
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
+                "updates": "; ".join(own.outcome for own in self.optimizers if isinstance(own, UserTransform)),
                 "checkpoint": ", ".join(self.checkpointing.names),
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),

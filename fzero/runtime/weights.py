@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from fzero.comms.failures import meet
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.storage.file_tensor import FileTensor
@@ -37,7 +38,7 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
                 f"with_weights: {key!r} must be {wanted} in this step, got {got}; give the flat buffers of "
                 f"step.weights(state) (step.init(params) takes a state dict)"
             )
-    master, params = dict(state.master), dict(state.params)
+    master, params, has_met = dict(state.master), dict(state.params), False
     for buffer in run.plan.flat_buffers:
         if buffer.key not in weights:
             continue
@@ -51,6 +52,9 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
             master[key] = weight.to(own[key].device, own[key].dtype)
         narrow = weight.to(run.device, torch_dtype(buffer.dtypes.param))
         if narrow.numel() != home.numel():
+            if not has_met:
+                meet("TrainStep.with_weights", run.mesh.world)
+                has_met = True
             full = run.mesh.all_gather(narrow, run.mesh.axes_of(buffer.row.optimizer))
             narrow = run.builder.cut(full, buffer.params)
         params[key] = narrow.to(home.device)

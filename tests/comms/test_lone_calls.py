@@ -15,7 +15,9 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.comms import meeting, watchdog as hangs
+from fzero.resharding.parameters import weight_of
 
+READ_ALONE = "reading 'blocks.0/float32' in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)"
 CALLS = {
     "fzero.save": lambda step, state, folder: fzero.save(state, folder, step=step),
     "fzero.start_save": lambda step, state, folder: fzero.start_save(state, folder, step=step),
@@ -24,6 +26,9 @@ CALLS = {
     "TrainStep.evaluate": lambda step, state, folder: step.evaluate(state, part(vectors(0), 0, 2)),
     "TrainStep.gather": lambda step, state, folder: step.gather(state),
     "TrainStep.init": lambda step, state, folder: step.init(),
+    "TrainStep.first_overflow": lambda step, state, folder: step.first_overflow(state),
+    "fzero.reshard": lambda step, state, folder: fzero.reshard(state, step, step),
+    READ_ALONE: lambda step, state, folder: weight_of(step, state, "blocks.0.weight"),
 }
 OTHERS = {"in a step": "waits for", "at a barrier": "waits for torch.distributed.barrier", "in another call": ""}
 
@@ -50,6 +55,24 @@ def call_alone(calls: list[tuple[str, str, int]], folder: str) -> list[str]:
         assert torch.isfinite(metrics.loss)
         fzero.save(state, folder, step=step)
     return messages
+
+
+def other_weights_alone() -> None:
+    """Where masters are shards and parameters are whole, other weights are gathered."""
+    step = fzero.make_train_step(make(Plain), config(1) | {"bf16": {"enabled": True}}, loss_fn=loss_of)
+    state, _ = step(step.init(), [x.bfloat16() for x in part(vectors(0), step.rank, 2)])
+    with patch.object(hangs, "TICK", 0.02), patch.object(meeting, "MOMENT", 0.05):
+        if step.rank == 0:
+            with pytest.raises(
+                fzero.CollectiveError, match=r"TrainStep\.with_weights: every rank must call it, but rank 1 "
+            ):
+                step.with_weights(state, step.weights(state))
+        state, _ = step(state, [x.bfloat16() for x in part(vectors(1), step.rank, 2)])
+    assert step.with_weights(state, step.weights(state)).master.keys() == state.master.keys()
+
+
+def test_other_weights_of_one_rank_alone_are_an_error(ranks: RankPool) -> None:
+    ranks(2, other_weights_alone)
 
 
 def loss_of(model: torch.nn.Module, batch: Any) -> torch.Tensor:

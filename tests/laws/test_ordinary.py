@@ -758,6 +758,42 @@ def test_a_compiled_module_is_refused_where_it_spans_units_that_are_gathered() -
             fzero.make_train_step(model, config(3), mesh=fzero.comms.AbstractAxis("data", 2))  # type: ignore[arg-type]
 
 
+class CompiledParts(Plain):
+    """Compiles its blocks, and a method that calls all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+        self.all_blocks = torch.compile(self.in_blocks, backend="aot_eager")
+
+    def in_blocks(self, h: Tensor) -> Tensor:
+        for block in self.blocks:
+            h = block(h)
+        return h
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(self.all_blocks(self.in_blocks(x)), y)
+
+
+class PlainParts(CompiledParts):
+    def __init__(self) -> None:
+        Plain.__init__(self)
+        self.all_blocks = self.in_blocks
+
+
+def _train_parts() -> list[tuple[Curve, Weights]]:
+    return [train(cls, vectors, config(3), num_steps=2) for cls in (CompiledParts, PlainParts)]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_code_that_the_model_compiles_itself_may_enter_units(ranks: RankPool) -> None:
+    """A gather that torch.compile traces would be part of its graph, and look like a change of the parameters."""
+    for (curve, weights), (plain_curve, plain_weights) in ranks(2, _train_parts):
+        assert curve == plain_curve
+        assert all(torch.equal(weights[key], plain_weights[key]) for key in plain_weights)
+
+
 def test_a_hook_on_a_parameter_is_refused() -> None:
     for attach in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         model = make(Plain)

@@ -261,6 +261,40 @@ def test_states_of_other_updates_raise_on_all_ranks(ranks: RankPool) -> None:
         )
 
 
+def _step_of_other_transforms(how: str) -> str:
+    """On a rank of a process group: the error where this rank gives another transform, or another loss scale."""
+    rank = fzero.join().rank
+    cfg = config(0) | ({"fp16": {"enabled": True, "auto_cast": True}} if how == "loss scale" else {})
+    transforms: dict[str, Any] = {
+        "function": lambda lr: fzero.optim.sgd(lr * (1 + rank)),
+        "transform": fzero.optim.adamw(1e-3, weight_decay=0.1 * rank),
+    }
+    with pytest.raises(fzero.runtime.MismatchError) as error:
+        step = fzero.make_train_step(make(Plain), cfg, transform=transforms.get(how))
+        state = step.init()
+        scale = state.loss_scale._replace(scale=state.loss_scale.scale * (1 + rank))
+        step(state._replace(loss_scale=scale), part(vectors(0), rank, 2))
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ("function", "arguments: must be the same on all ranks, but 'updates' is 'transform at lr="),
+        ("transform", "arguments: must be the same on all ranks, but 'updates' is 'transform at lr="),
+        (
+            "loss scale",
+            "loss: must be the same on all ranks, but 'multiplied by' is '65536.0' on rank 0 and '131072.0'",
+        ),
+    ],
+)
+def test_a_transform_or_a_loss_scale_that_differs_between_ranks_raises_on_all(
+    ranks: RankPool, how: str, expected: str
+) -> None:
+    for error in ranks(2, _step_of_other_transforms, how):
+        assert error.startswith(expected), error
+
+
 def _engine_that_drifts(stage: int, when: str) -> str:
     """On a rank of a process group: the error of a backward after this rank wrote other numbers into the param groups."""
     rank = fzero.join().rank

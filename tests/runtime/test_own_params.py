@@ -567,6 +567,9 @@ def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> N
     def load(model: Model) -> None:
         model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
 
+    def through_data(model: Model) -> None:
+        model.a.weight.data.add_(1)
+
     def new_head(model: Model) -> None:
         model.b = nn.Linear(4, 3)
 
@@ -574,6 +577,7 @@ def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> N
         model.c = nn.Linear(4, 3)
 
     for what, message in (
+        (through_data, r"must keep its values from init to the first step, and 'a.weight' was changed since"),
         (load, r"must keep its values from init to the first step, and 'a.weight' was changed since"),
         (lambda model: model.half(), r"'a.weight' was torch.float32 of shape \(4, 4\) and is torch.float16"),
         (new_head, r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of shape \(3, 4\)"),

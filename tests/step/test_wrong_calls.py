@@ -206,6 +206,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         with_state(lambda step, state: step.backward(step.begin(state), BATCH)),
         r"backward: loss must be .*shape \(2, 4",
     ),
+    "what load returns": (
+        with_state(lambda step, state: step((state, {}), BATCH)),
+        r"state: must be a TrainState, got a tuple; pass that of init\(\) .*load\(...\)\.state",
+    ),
     "a state to update": (
         with_state(lambda step, state: step.update(state)),
         "update: must be given the AccumulationWindow of the last backward",

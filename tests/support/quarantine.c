@@ -8,8 +8,9 @@
    a write after free only where it hits a list of theirs.
 
    What is found is appended to QUARANTINE_LOG (stderr by default): the block, its bytes, the test, the caller that made it, the
-   one that freed it, and the stack that found it. QUARANTINE_TRACES=1 keeps whole stacks of makers and freers: slow. Only
-   processes whose name begins with "python" are checked. */
+   one that freed it, and the stack that found it. `quarantine_check()` looks at all blocks that are held; the ranks of ranks.py
+   call it after each function, so that the report names the function that wrote. QUARANTINE_TRACES=1 keeps whole stacks of makers
+   and freers: slow. Only processes whose name begins with "python" are checked. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <execinfo.h>
@@ -48,6 +49,9 @@ static unsigned newest, oldest;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static int checks, traces;
 static __thread int inside __attribute__((tls_model("initial-exec"))); /* what is allocated by this file's own calls */
+static __thread int thread __attribute__((tls_model("initial-exec"))); /* its number; a system call for each block takes too long */
+
+static int this_thread(void) { return thread ? thread : (thread = syscall(SYS_gettid)); }
 
 static void report(const char *fault, Block *block, size_t at) {
   inside++;
@@ -105,7 +109,10 @@ static void check_behind(Block *block, const char *fault) {
 static void check_freed(Block *block) {
   unsigned char *bytes = (unsigned char *)(block + 1);
   if (block->state != IN_QUARANTINE) return report("written before the start of a freed block", block, 0);
-  for (size_t i = 0; i < block->size; i++)
+  size_t i = 0;
+  for (; i + 8 <= block->size; i += 8)
+    if (*(uint64_t *)(bytes + i) != 0xDDDDDDDDDDDDDDDDull) break;
+  for (; i < block->size; i++)
     if (bytes[i] != FREED) return report("written after it was freed", block, i);
   check_behind(block, "written past its end after it was freed");
 }
@@ -119,7 +126,7 @@ static void *make(size_t align, size_t size, void *caller) {
   Block *block = (Block *)(raw + front) - 1;
   block->raw = raw, block->size = size, block->state = IN_USE;
   block->maker = block->freer = block->num_made = block->num_freed = 0;
-  if (checks && !inside) block->maker = syscall(SYS_gettid), block->num_made = stack(block->made, caller);
+  if (checks && !inside) block->maker = this_thread(), block->num_made = stack(block->made, caller);
   memset((char *)(block + 1) + size, UNTOUCHED, BEHIND);
   return block + 1;
 }
@@ -137,7 +144,7 @@ void free(void *bytes) {
   if (block->state != IN_USE) return __libc_free(bytes); /* the loader's, from before */
   if (checks) check_behind(block, "written past its end");
   if (!checks || inside || block->size > LARGEST) return let_go(block), (void)(errno = error);
-  block->freer = syscall(SYS_gettid), block->num_freed = stack(block->freed, __builtin_return_address(0));
+  block->freer = this_thread(), block->num_freed = stack(block->freed, __builtin_return_address(0));
   block->state = IN_QUARANTINE;
   memset(bytes, FREED, block->size);
   Block *gone[64];
@@ -180,5 +187,15 @@ __attribute__((destructor)) static void end(void) { /* what has not left yet; ot
   inside++;
   pthread_mutex_lock(&lock);
   while (oldest != newest) check_freed(ring[oldest++ % SLOTS]);
+  held = 0; /* what other destructors free now may not take more out of the ring than is in it */
   pthread_mutex_unlock(&lock);
+}
+
+void quarantine_check(void) {
+  if (!checks) return;
+  inside++;
+  pthread_mutex_lock(&lock);
+  for (unsigned i = oldest; i != newest; i++) check_freed(ring[i % SLOTS]);
+  pthread_mutex_unlock(&lock);
+  inside--;
 }

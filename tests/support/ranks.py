@@ -7,8 +7,11 @@ rank ends or hangs, the call raises, and the next one finds new processes.
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
 import gc
 import multiprocessing
+import os
 import pickle
 import sys
 import time
@@ -99,6 +102,8 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
 
     from fzero import shutdown
 
+    faulthandler.enable()  # a rank that is ended by a signal writes the stacks of its threads
+    quarantine_check = getattr(ctypes.CDLL(None), "quarantine_check", None)  # of quarantine.c, under `make memcheck`
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     joined = 0
@@ -122,6 +127,9 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
             _forget_frames(raised)
             shutdown()  # so that the others do not wait for this rank
             joined = 0
+        if quarantine_check:
+            os.environ["PYTEST_CURRENT_TEST"] = f"{function.__module__}.{function.__name__}"
+            quarantine_check()
         pipe.send_bytes(pickle.dumps((value, error, text)))
     if dist.is_initialized():
         dist.destroy_process_group()
