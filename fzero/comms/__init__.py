@@ -24,6 +24,13 @@ if TYPE_CHECKING:
         exact as exact,
         reset_every as reset_every,
     )
+    from fzero.comms.primitives import (
+        Primitive as Primitive,
+        all_gather as all_gather,
+        all_reduce as all_reduce,
+        all_to_all as all_to_all,
+        reduce_scatter as reduce_scatter,
+    )
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.records import CommRecord as CommRecord, Label as Label
     from fzero.comms.rendezvous import RankInfo as RankInfo, launched as launched
@@ -35,6 +42,7 @@ else:
             "axes": "AbstractAxis CollectiveError ProcessAxis",
             "codecs": "Codec cast quantize",
             "comm_hooks": "CommHook Sending completed compressed error_feedback exact reset_every",
+            "primitives": "Primitive all_gather all_reduce all_to_all reduce_scatter",
             "process_group": "join shutdown",
             "records": "CommRecord Label",
             "rendezvous": "RankInfo launched",

@@ -113,7 +113,10 @@ class Primitive:
     label: Label
 
     def __call__(self, x: Tensor, axis: Axis, *, hook: CommHook | None = None, label: Label | None = None) -> Tensor:
-        """The collective. *Collective:* every rank of `axis` calls it; each sends `(W-1) · S` elements.
+        """The collective.
+
+        *Collective:* every rank of `axis` calls it; each sends `(W-1) · S` elements. Its transpose is a collective, too: all
+        ranks differentiate the result, or none.
 
         Args:
             x: (…, P) if the primitive divides, else (…, S).

@@ -28,6 +28,7 @@ from fzero.comms.codecs import quantize
 from fzero.comms.comm_hooks import compressed, error_feedback
 from fzero.comms.lockstep import Hub
 from fzero.comms.stacked import Stacked
+from fzero.comms.traced import TracedAxis
 from sharding import Mesh
 
 Map = Callable[[Tensor], Tensor]
@@ -272,12 +273,13 @@ def cells_of_a_rank(axis: Any, cells: list[tuple[str, str]]) -> list[Any]:
     ]
 
 
-def of_a_process(cells: list[tuple[str, str]]) -> list[Any]:
-    return cells_of_a_rank(fzero.join(), cells)
+def of_a_process(cells: list[tuple[str, str]], is_traced: bool) -> list[Any]:
+    axis = fzero.join()
+    return cells_of_a_rank(TracedAxis.of(axis, torch.device("cpu")) if is_traced else axis, cells)
 
 
-def on_processes(ranks: RankPool, world_size: int, cells: list[tuple[str, str]]) -> None:
-    of_ranks = ranks(world_size, of_a_process, cells)
+def on_processes(ranks: RankPool, world_size: int, cells: list[tuple[str, str]], *, is_traced: bool = False) -> None:
+    of_ranks = ranks(world_size, of_a_process, cells, is_traced)
     for index, (runner, transform) in enumerate(cells):
         check("process", runner, transform, [own[index] for own in of_ranks])
 
@@ -288,6 +290,11 @@ def on_processes(ranks: RankPool, world_size: int, cells: list[tuple[str, str]])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_transform_of_a_primitive_is_right_on_real_ranks(ranks: RankPool, world_size: int) -> None:
     on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_every_transform_of_a_primitive_is_right_on_the_axis_of_a_graph(ranks: RankPool, world_size: int) -> None:
+    on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS], is_traced=True)
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
