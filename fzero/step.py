@@ -39,7 +39,7 @@ from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, starts_of
-from fzero.plans.unit_scheduler import Event, Orders
+from fzero.plans.unit_orders import Event, Orders
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import finish

@@ -39,6 +39,7 @@ from fzero.plans.param_groups import (
     optimizers_of,
 )
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
+from fzero.plans.unit_scheduler import FlatGrad, UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Sharded, TensorSpec, declaration, round_robin
 from sharding.specs import Placement
@@ -73,6 +74,7 @@ class Plan:
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
+        unit_rules: what the unit scheduler knows of all this.
     """
 
     stage: int
@@ -91,6 +93,10 @@ class Plan:
     reduce_bucket: int | None = None
     comm_hooks: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
+    unit_rules: UnitRules = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "unit_rules", _unit_rules(self))
 
     @property
     def world_size(self) -> int:
@@ -128,15 +134,6 @@ class Plan:
     def padding(self) -> int:
         """Elements of padding in all flat buffers, all ranks together."""
         return sum(buffer.layout.partition.padding for buffer in self.flat_buffers)
-
-    def may_start_early(self, present: str, following: str) -> bool:
-        """Whether the unit `following` may be gathered while `present` is in use."""
-        units = {unit.name: unit for unit in self.units}
-        both = units[present], units[following]
-        # On one shard the model computes with the very memory that a file was read into.
-        staged = sum(b.param_placement.kind == "nvme" for u in both for b in u.buffers) if self.num_shards == 1 else 0
-        has_room = self.streaming.num_staged is None or staged <= self.streaming.num_staged
-        return self.prefetch != 0 and has_room and sum(unit.gathered_numel for unit in both) <= self.max_live
 
     # --- memory ---
 
@@ -400,6 +397,26 @@ def _made(
         comm_hooks=hooks,
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )
+
+
+def _unit_rules(plan: Plan) -> UnitRules:
+    """What the unit scheduler knows of a plan."""
+    hook_states = plan.hook_states if plan.comm_hooks.reduce else {}
+
+    def grad_of(buffer: FlatParamPlan) -> FlatGrad:
+        is_full = buffer.grads.local_shape(plan.mesh) == (buffer.padded_numel,)
+        return FlatGrad(buffer.key, buffer.padded_numel, is_full, buffer.grads.placement.kind)
+
+    def rule_of(unit: UnitPlan) -> UnitRule:
+        # On one shard the model computes with the very memory that a file was read into.
+        num_staged = sum(b.param_placement.kind == "nvme" for b in unit.buffers) if plan.num_shards == 1 else 0
+        grads = tuple(grad_of(buffer) for buffer in unit.buffers if buffer.trainable)
+        return UnitRule(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
+
+    return UnitRules(
+        {unit.name: rule_of(unit) for unit in plan.units}, plan.world_size, plan.num_shards, plan.prefetch != 0,
+        plan.max_live, plan.max_reducing, plan.streaming.num_staged,
+    )  # fmt: skip
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

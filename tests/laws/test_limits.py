@@ -17,7 +17,6 @@ LARGER = {
     "fzero.graph.capture": "the captured rules of a step: they go where the eager ones are, once both are one program",
     "fzero.graph.capture.CompiledStep": "as its file",
     "fzero.graph.schedule._Walk": "one pass over a graph, whose tables are its attributes: the captured twin of Sequencer",
-    "fzero.estimation.dry_pass.DryPass": "the dry twin of ForwardBackward, which one program will replace",
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
     "fzero.checkpoint.deepspeed.source.DeepSpeedFiles": "the attributes of a checkpoint, all read from DeepSpeed's files",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
