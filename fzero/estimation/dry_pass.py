@@ -44,12 +44,12 @@ class _Reduction:
 
 
 class DryPass:
-    """Runs the micro-steps of one step on a ledger."""
+    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger, self.plan = ledger, ledger.plan
         here = ("device", "host") if ledger.device == "cpu" else ("device",)
-        self._scheduler = UnitScheduler(self.plan.unit_rules, here=here)
+        self.scheduler = UnitScheduler(self.plan.unit_rules, here=here)
         self._units = {unit.name: unit for unit in self.plan.units}
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
@@ -67,14 +67,14 @@ class DryPass:
         """
         self.is_first, self.is_last = is_first, is_last
         self._reduced, self._leaving = set[str](), deque[float]()
-        scheduler, turn = self._scheduler, order.index(BOUNDARY) + 1
+        scheduler, turn = self.scheduler, order.index(BOUNDARY) + 1
         scheduler.begin(order[:turn])
-        self._execute(scheduler.begin_forward(is_first=True))
+        self.execute(scheduler.begin_forward(is_first=True))
         for part in parts:
             self._follow(part, order[turn:])
-        self._execute(scheduler.end_backward())
+        self.execute(scheduler.end_backward())
         self.ledger.write()
-        self._execute(scheduler.finish())
+        self.execute(scheduler.finish())
         while self._leaving:
             self.ledger.lanes.wait("write_back", self._leaving.popleft())
         self.ledger.activations = 0
@@ -83,8 +83,8 @@ class DryPass:
     def _follow(self, part: Part, backward: Sequence[Event]) -> None:
         ledger = self.ledger
         if part.unit and part.kind != "boundary":
-            ledger.label = f"{'forward' if self._scheduler.in_forward else 'backward'} of {part.unit}"
-        self._execute(follow(self._scheduler, part, backward, is_last=self.is_last))
+            ledger.label = f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
+        self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
@@ -94,9 +94,10 @@ class DryPass:
             dtypes = self._flats[part.key].dtypes
             ledger.touch(part.numel * (itemsize(dtypes.param) + itemsize(dtypes.reduce)))
         if part.ends:
-            self._execute(self._scheduler.end_visit(part.unit))
+            self.execute(self.scheduler.end_visit(part.unit))
 
-    def _execute(self, events: Iterable[Event]) -> None:
+    def execute(self, events: Iterable[Event]) -> None:
+        """Executes what the scheduler returned."""
         for kind, name in events:
             EXECUTORS[kind](self, name)
 

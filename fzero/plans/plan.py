@@ -39,7 +39,7 @@ from fzero.plans.param_groups import (
     optimizers_of,
 )
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
-from fzero.plans.unit_scheduler import FlatGrad, UnitRule, UnitRules
+from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Sharded, TensorSpec, declaration, round_robin
 from sharding.specs import Placement
@@ -96,7 +96,13 @@ class Plan:
     unit_rules: UnitRules = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "unit_rules", _unit_rules(self))
+        states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
+        units = {u.name: UnitRule.of(u, self.mesh, num_shards=num_shards, hook_states=states) for u in self.units}
+        rules = UnitRules(
+            units, self.world_size, num_shards, prefetches=self.prefetch != 0, max_live=self.max_live,
+            max_reducing=self.max_reducing, max_staged=self.streaming.num_staged,
+        )  # fmt: skip
+        object.__setattr__(self, "unit_rules", rules)
 
     @property
     def world_size(self) -> int:
@@ -397,26 +403,6 @@ def _made(
         comm_hooks=hooks,
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )
-
-
-def _unit_rules(plan: Plan) -> UnitRules:
-    """What the unit scheduler knows of a plan."""
-    hook_states = plan.hook_states if plan.comm_hooks.reduce else {}
-
-    def grad_of(buffer: FlatParamPlan) -> FlatGrad:
-        is_full = buffer.grads.local_shape(plan.mesh) == (buffer.padded_numel,)
-        return FlatGrad(buffer.key, buffer.padded_numel, is_full, buffer.grads.placement.kind)
-
-    def rule_of(unit: UnitPlan) -> UnitRule:
-        # On one shard the model computes with the very memory that a file was read into.
-        num_staged = sum(b.param_placement.kind == "nvme" for b in unit.buffers) if plan.num_shards == 1 else 0
-        grads = tuple(grad_of(buffer) for buffer in unit.buffers if buffer.trainable)
-        return UnitRule(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
-
-    return UnitRules(
-        {unit.name: rule_of(unit) for unit in plan.units}, plan.world_size, plan.num_shards, plan.prefetch != 0,
-        plan.max_live, plan.max_reducing, plan.streaming.num_staged,
-    )  # fmt: skip
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from fzero.plans.unit_orders import AGREED, Event, ScheduleError
-from fzero.plans.unit_scheduler import UnitRules
+from fzero.plans.unit_rules import UnitRules
 
 
 def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> int:
@@ -31,7 +31,7 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
     Raises:
         ScheduleError: with the rank, the event and the rule.
 
-    >>> from fzero.plans.unit_scheduler import UnitRule
+    >>> from fzero.plans.unit_rules import UnitRule
     >>> rules = UnitRules({"a": UnitRule(8, 0, (), False)}, 2, 2, True, 8, 8, None)
     >>> schedule = [Event(kind, "a") for kind in ("gather", "wait_gather", "use", "release")]
     >>> check_schedules([schedule, schedule], rules)

@@ -26,83 +26,14 @@ checker needs a line if the event holds memory. If ranks must agree on it (a pip
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fzero.plans.unit_orders import BOUNDARY, END, Event, Run, ScheduleError, early, is_whole
-
-
-class FlatGrad(NamedTuple):
-    """What the scheduler knows of a trained flat buffer: its key, padded elements (P), whether this rank keeps the full
-    gradient, and the memory of that gradient."""
-
-    key: str
-    numel: int
-    is_full: bool
-    memory: Literal["device", "host", "nvme"]
-
-
-class UnitRule(NamedTuple):
-    """What the scheduler knows of a unit.
-
-    Attributes:
-        gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
-        num_staged: flat buffers whose shard stays in the memory that a file was read into while the unit is in use.
-        grads: its trained flat buffers.
-        remembers: whether the comm hooks of its reductions have a state.
-    """
-
-    gathered_numel: int
-    num_staged: int
-    grads: tuple[FlatGrad, ...]
-    remembers: bool
-
-    @property
-    def reduced_numel(self) -> int:
-        """Padded elements of its full gradients."""
-        return sum(grad.numel for grad in self.grads)
-
-
-@dataclass(frozen=True, slots=True)
-class UnitRules:
-    """What the scheduler knows of a plan; `Plan.unit_rules` is made once with the plan.
-
-    Attributes:
-        units: by name, in the order of their declaration.
-        world_size, num_shards: the number of ranks, and of the finest shards.
-        prefetches: whether the next unit may be gathered, and its shards loaded, while one is in use.
-        max_live: most gathered elements that are live after a prefetch.
-        max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
-        max_staged: most flat buffers in the memory that files are read into; None is any number.
-    """
-
-    units: dict[str, UnitRule]
-    world_size: int
-    num_shards: int
-    prefetches: bool
-    max_live: int
-    max_reducing: int
-    max_staged: int | None
-
-    def may_start_early(self, present: str, following: str) -> bool:
-        """Whether the unit `following` may be gathered while `present` is in use."""
-        one, other = self.units[present], self.units[following]
-        has_room = self.max_staged is None or one.num_staged + other.num_staged <= self.max_staged
-        return self.prefetches and has_room and one.gathered_numel + other.gathered_numel <= self.max_live
-
-    def most_gathered(self, *, alike: bool = True) -> int:
-        """Most gathered elements that are live or under way: one unit is in use while the next is gathered.
-
-        Args:
-            alike: whether every rank uses each unit that is gathered. If not, it takes part in other gathers meanwhile.
-        """
-        *_, second, largest = sorted([0, *(unit.gathered_numel for unit in self.units.values())])
-        if not alike:
-            return 2 * largest
-        return max(largest, min(second + largest, self.max_live)) if self.prefetches else largest
+from fzero.plans.unit_rules import UnitRules
 
 
 @dataclass(slots=True)
@@ -155,7 +86,9 @@ class UnitScheduler:
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that the model has used on this rank
         self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
-        self._filling: dict[str, set[str]] = {}  # by unit, the keys of flat gradients that have begun
+        self._filling: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # by unit, the keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
         self._num_reducing = 0  # the elements of their full gradients
         self._is_last = True
@@ -213,13 +146,10 @@ class UnitScheduler:
 
     def collect(self, unit: str, key: str) -> tuple[Event, ...]:
         """A gradient is written into a unit's flat gradient."""
-        begun = self._filling.get(unit)
-        if begun is None:
-            self._filling[unit] = {key}
-        elif key in begun:
+        begun = self._filling[unit]
+        if key in begun:
             return ()
-        else:
-            begun.add(key)
+        begun.add(key)
         return (Event("collect", key),)
 
     def end_visit(self, unit: str) -> tuple[Event, ...]:

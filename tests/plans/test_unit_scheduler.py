@@ -12,7 +12,8 @@ from hypothesis import assume, given, strategies as st
 
 from fzero.plans.schedule_check import CHECKS, check_schedules
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Orders, Run, ScheduleError, serve
-from fzero.plans.unit_scheduler import FlatGrad, UnitRule, UnitRules, UnitScheduler
+from fzero.plans.unit_rules import FlatGrad, UnitRule, UnitRules
+from fzero.plans.unit_scheduler import UnitScheduler
 
 Visits = Sequence[str]
 """The units that a forward visits, one after the other."""
