@@ -19,6 +19,7 @@ import optree
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from schedules import recorded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from training import config, make, vectors
@@ -37,7 +38,6 @@ from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.schedule_check import check_schedules
-from fzero.plans.unit_orders import Event
 from fzero.runtime import file_agreement
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.runtime.sequencer import Sequencer
@@ -340,32 +340,18 @@ def test_a_dry_run_executes_the_events_of_a_running_step(
     micro_batch = vectors(0, 2) if kind is Uneven else torch.zeros(2, 8, dtype=torch.int64)
     whole = optree.tree_map(lambda x: torch.cat([x] * num_micro_steps), micro_batch)
     batch = stacked([whole] * num_ranks)
-    records = recorded(monkeypatch, Sequencer, "execute"), recorded(monkeypatch, DryPass, "execute")
     counted = Counted(monkeypatch)
     step = fzero.make_train_step(make(kind), cfg, mesh=fzero.comms.AbstractAxis("data", num_ranks))
     ranks = LockstepRanks(step.recipe, num_ranks)
     state, _ = ranks(ranks.init(), batch)
-    records[0].clear()
-    ranks(state, batch)
-    dry_run(ranks.plan, trace_activations(make(kind), cfg, micro_batch))
-    (planned,), executed = records[1].values(), list(records[0].values())
-    assert executed == [planned] * num_ranks
+    with recorded(Sequencer) as of_ranks, recorded(DryPass) as planned:
+        ranks(state, batch)
+        dry_run(ranks.plan, trace_activations(make(kind), cfg, micro_batch))
+    executed = list(of_ranks.values())
+    assert executed == [*planned.values()] * num_ranks
     peak = check_schedules(executed, ranks.plan.unit_rules)
     assert num_ranks == 1 or counted.most["gathers"] == 4 * peak
     assert bool(peak) == (stage == 3)
-
-
-def recorded(monkeypatch: pytest.MonkeyPatch, executor: type, name: str) -> dict[int, list[Event]]:
-    """The events that each executor of a class executes from now on."""
-    records: dict[int, list[Event]] = {}
-    original = getattr(executor, name)
-
-    def execute(work: Any, events: Any) -> None:
-        records.setdefault(id(work.scheduler), []).extend(events)
-        original(work, events)
-
-    monkeypatch.setattr(executor, name, execute)
-    return records
 
 
 @pytest.mark.parametrize("cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16])
