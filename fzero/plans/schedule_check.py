@@ -20,8 +20,10 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
 
     1. All ranks issue the same agreed events in the same order. A rank waits only for what it has issued itself, so no rank
        waits for ever.
-    2. Each gather is waited for and then released, or dropped, exactly once; a unit is used only in between.
-    3. A reduction comes after all gradients of its unit, and ends before the schedule does, oldest first.
+    2. Each gather is waited for and then released, or dropped, exactly once, and none is under way at the boundary; a unit is
+       used only in between.
+    3. A reduction comes after all gradients of its unit, and ends before the schedule does, oldest first; it ends before the
+       next one of its unit where a comm hook keeps a state.
     4. Gathered elements stay within `UnitRules.most_gathered`, full gradients that are being reduced within `max_reducing`.
 
     Args:
@@ -110,6 +112,9 @@ class _Rank:
         is_gathered = unit in self.live or not self.rules.units[unit].gathered_numel
         self.must(is_gathered, "a unit is gathered while it is used", self.live)
 
+    def boundary(self, _: str) -> None:
+        self.must(not self.under_way, "no gather is under way between forward and backward", self.under_way)
+
     def collect(self, key: str) -> None:
         self.collected[key] += 1
         self.must(self.collected[key] == 1, "a flat gradient begins once before its reduction", key)
@@ -125,6 +130,8 @@ class _Rank:
 
     def reduce(self, unit: str) -> None:
         self.keep(unit)
+        is_free = not self.rules.units[unit].remembers or unit not in self.reducing
+        self.must(is_free, "the state of a comm hook is written before it is read", self.reducing)
         self.reducing.append(unit)
         held = sum(self.rules.units[name].reduced_numel for name in self.reducing)
         is_bounded = len(self.reducing) == 1 or held <= self.rules.max_reducing
@@ -141,6 +148,7 @@ CHECKS: dict[str, Callable[[_Rank, str], None]] = {
     "drop_gather": _Rank.drop_gather,
     "release": _Rank.release,
     "use": _Rank.use,
+    "boundary": _Rank.boundary,
     "collect": _Rank.collect,
     "grad": _Rank.grad,
     "keep": _Rank.keep,

@@ -281,7 +281,6 @@ class UnitScheduler:
             out.append(Event("wait_gather", event.unit))
             self._live, self._under_way = event.unit, ""
         elif event.kind == "boundary":
-            self._drop(out)
             self.in_forward = False
 
     def _is_early(self, reduction: Event) -> bool:
@@ -305,17 +304,16 @@ class UnitScheduler:
         """A collective is started, and what it needs before and after it."""
         self.executed.append(event)
         self._run.place += 1
+        if event.kind == "reduce":
+            self._reduce(event, out)
+            return
+        self._drop(out)  # a gather that was not awaited on this rank served other ranks only
+        out.append(event)
         if event.kind == "gather":
-            self._drop(out)  # a gather that was not awaited on this rank served other ranks only
-            out.append(event)
             self._under_way = event.unit
             # On one shard nothing is sent: the next shard is loaded when its gather is issued, early.
             if self._rules.prefetches and self._rules.num_shards > 1 and (following := self._run.next_gather):
                 out.append(Event("prefetch_shards", following))
-        elif event.kind == "reduce":
-            self._reduce(event, out)
-        else:
-            out.append(event)
 
     def _reduce(self, event: Event, out: list[Event]) -> None:
         unit = self._rules.units[event.unit]

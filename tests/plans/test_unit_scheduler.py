@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import assume, given, strategies as st
+from hypothesis import assume, example, given, strategies as st
 
 from fzero.plans.schedule_check import CHECKS, check_schedules
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Orders, Run, ScheduleError, serve
@@ -212,7 +212,29 @@ def subsequences(draw: st.DrawFn, visits: Visits) -> Visits:
     return [unit for unit in visits if draw(st.booleans())]
 
 
+@given(st.data(), here)
+def test_the_checker_accepts_what_ranks_do_that_all_depart_from_a_learned_order(
+    data: st.DataObject, here: tuple[str, ...]
+) -> None:
+    rules, visits = data.draw(steps())
+    orders, others = whole(rules, visits), data.draw(models(rules))
+    for _ in range(2):
+        records = train(rules, [others] * rules.world_size, orders, here=here)
+        assert check_schedules(records, rules) <= rules.most_gathered(alike=False)
+        found = Counter(event for event in records[0] if event.kind in ("boundary", "reduce"))
+        trained = [name for name, unit in rules.units.items() if unit.grads]
+        assert found == Counter([BOUNDARY, *(Event("reduce", name) for name in trained)]), "each comes once"
+
+
+BETWEEN = UnitRules(
+    {name: UnitRule(size, 0, (), False) for name, size in {"a": 8, "kept": 0, "b": 8, "c": 8}.items()},
+    world_size=2, num_shards=2, prefetches=True, max_live=16, max_reducing=8, max_staged=None,
+)  # fmt: skip
+"""A unit that is not gathered is used between two that are."""
+
+
 @given(steps())
+@example((BETWEEN, ["a", "kept", "b", "c"]))
 def test_a_learned_order_gathers_each_unit_once_for_each_separate_visit(step: tuple[UnitRules, Visits]) -> None:
     rules, visits = step
     (record, *_) = train(rules, [visits] * rules.world_size, whole(rules, visits))
@@ -220,7 +242,7 @@ def test_a_learned_order_gathers_each_unit_once_for_each_separate_visit(step: tu
     gathered = [event.unit for event in record[:turn] if event.kind == "gather"]
     entered = [unit for unit, _ in groupby(visits)]
     assert gathered == [unit for unit in entered if rules.units[unit].gathered_numel]
-    assert not any(event.kind == "drop_gather" for event in record)
+    assert {event.kind for event in record}.isdisjoint(("drop_gather", "negotiate", "depart"))
 
 
 @given(steps(world_size=2))
@@ -239,7 +261,7 @@ def test_a_gather_starts_while_the_gathered_unit_before_it_is_in_use_exactly_whe
 
 # --- mutations ---------------------------------------------------------------------------------------------------
 
-OWN = sorted({*CHECKS} - {"use", "grad"})
+OWN = sorted({*CHECKS} - {"use", "grad", "boundary"})
 
 
 @given(steps(), here, st.integers(1, 2), st.data())
@@ -341,6 +363,34 @@ def test_gradients_after_the_reduction_of_their_unit_raise() -> None:
     scheduler.end_backward()
     with pytest.raises(ScheduleError, match="gradients of unit 'a' came after its reduction"):
         scheduler.finish()
+
+
+def rules_of(**numels: int) -> UnitRules:
+    """Two ranks, and units of one flat buffer each, whose comm hooks keep a state."""
+    units = {n: UnitRule(size, 0, (FlatGrad(f"{n}/f", size, False, "device"),), True) for n, size in numels.items()}
+    return UnitRules(units, 2, 2, True, max_live=1000, max_reducing=1000, max_staged=None)
+
+
+def test_gradients_that_come_after_an_agreed_reduction_are_reduced_once_that_has_ended() -> None:
+    """The last declared unit is served first: rank 0 needs its reduction while rank 1 visits it once more."""
+    rules = rules_of(first=8, last=8)
+    records = train(rules, [["last"], ["last", "first", "last"]], Orders())
+    check_schedules(records, rules)
+    ends = [str(event) for event in records[1] if event.kind in ("reduce", "end_reduce") and event.unit == "last"]
+    assert ends == ["reduce last", "end_reduce last"] * 2
+
+
+def test_a_rank_that_stops_before_a_reduction_goes_on_with_the_gather_that_others_have_issued() -> None:
+    rules = rules_of(x=8, y=8)
+    scheduler = UnitScheduler(rules)
+    scheduler.begin([Event("gather", "x"), BOUNDARY])
+    scheduler.enter("x")
+    scheduler.boundary()
+    scheduler.begin([Event("reduce", "x"), Event("gather", "y")])
+    scheduler.begin_backward(is_last=True, visits={"x": 1})
+    assert [str(event) for event in scheduler.need("y")] == ["release x", "depart"]
+    events = [str(event) for event in scheduler.depart(2)]
+    assert events == ["collect x/f", "reduce x", "gather y", "wait_gather y"] and scheduler.wish is None
 
 
 def test_a_unit_that_is_in_use_costs_no_event() -> None:
