@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.optim.transforms import Transform as Transform, adamw as adamw, chain as chain, sgd as sgd
     from fzero.plans.plan import Plan as Plan, plan as plan
-    from fzero.plans.unit_scheduler import ScheduleError as ScheduleError
+    from fzero.plans.unit_orders import ScheduleError as ScheduleError
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
     from fzero.simulation import simulate as simulate
@@ -60,7 +60,7 @@ else:
             "optim.transforms": "Transform adamw chain sgd",
             "plans.placements": "Placement",
             "plans.plan": "Plan plan",
-            "plans.unit_scheduler": "ScheduleError",
+            "plans.unit_orders": "ScheduleError",
             "resharding.place": "place",
             "resharding.reshard": "reshard",
             "simulation": "simulate",

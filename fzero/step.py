@@ -32,7 +32,7 @@ from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import starts_of
-from fzero.plans.unit_scheduler import Event
+from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.finish import next_state

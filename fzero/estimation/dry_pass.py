@@ -1,18 +1,20 @@
-"""The memory and traffic of one micro-step, without tensors: the moves of `fzero.runtime.eager.ForwardBackward`.
+"""The memory and traffic of micro-steps, without tensors: what each event of the unit scheduler does on a ledger.
 
-The methods follow `eager`, `sequencer`, `gathers` and `reductions` of `fzero.runtime` step by step; the reasons are there.
+`fzero.runtime.sequencer` executes the same events on tensors. The methods of `DryPass` give each its bytes and its time on a
+lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fzero.estimation.ledger import MemoryLedger, shard_nbytes
-from fzero.estimation.unit_events import Part
-from fzero.plans.plan import FlatParamPlan, UnitPlan
-from fzero.plans.unit_scheduler import Event
+from fzero.estimation.unit_events import Part, follow
+from fzero.plans.plan import FlatParamPlan
+from fzero.plans.unit_orders import BOUNDARY, Event
+from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.storage.shard_io import MOST_LEAVING
 from sharding.dtypes import itemsize
 
@@ -21,7 +23,7 @@ Taken = tuple[str, int, int]
 
 @dataclass(slots=True)
 class _Gather:
-    """The gather of a unit in flight."""
+    """The gather of a unit in flight, or in use."""
 
     full: list[Taken]
     shards: int
@@ -33,7 +35,6 @@ class _Gather:
 class _Reduction:
     """The reductions of a unit in flight."""
 
-    numel: int
     full: list[Taken]
     arriving: int
     """Bytes of receive buffers."""
@@ -41,11 +42,18 @@ class _Reduction:
 
 
 class DryPass:
-    """Runs micro-steps one after the other on a ledger."""
+    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when."""
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self.ledger, self.plan = ledger, ledger.plan
+        here = ("device", "host") if ledger.device == "cpu" else ("device",)
+        self.scheduler = UnitScheduler(self.plan.unit_rules, here=here)
         self._units = {unit.name: unit for unit in self.plan.units}
+        self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
+        self._gathers: dict[str, _Gather] = {}
+        self._prefetched: dict[str, float] = {}  # by key, when the shard is here
+        self._filling: dict[str, Taken | None] = {}  # by key; None is the gradient's home
+        self._in_flight: deque[_Reduction] = deque()
         self._held: set[str] = set()  # keys of full gradients to which the next one is added
 
     def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
@@ -56,86 +64,51 @@ class DryPass:
             is_first, is_last: whether this micro-step is the first or last of its step.
         """
         self.is_first, self.is_last = is_first, is_last
-        self._schedule, self._position, self._in_forward = order, 0, True
-        self._present, self._live = "", dict[str, list[Taken]]()
-        self._gathering: dict[str, _Gather] = {}
-        self._prefetched: dict[str, tuple[int, float]] = {}
-        self._filling: dict[str, dict[str, Taken | None]] = {}
-        self._in_flight: deque[_Reduction] = deque()
-        self._ready, self._reduced, self._leaving = set[str](), set[str](), deque[float]()
-        self._entered = {part.unit for part in parts if part.kind == "fetch"}
+        self._reduced, self._leaving = set[str](), deque[float]()
+        scheduler, turn = self.scheduler, order.index(BOUNDARY) + 1
+        scheduler.begin(order[:turn])
+        self.execute(scheduler.begin_forward(is_first=True))
         for part in parts:
-            self._follow(part)
-        self._finish()
+            self._follow(part, order[turn:])
+        self.execute(scheduler.end_backward())
+        self.ledger.write()
+        self.execute(scheduler.finish())
+        while self._leaving:
+            self.ledger.lanes.wait("write_back", self._leaving.popleft())
+        self.ledger.activations = 0
+        self.ledger.write()
 
-    def _follow(self, part: Part) -> None:
-        ledger, unit = self.ledger, self._units.get(part.unit)
-        if part.kind == "boundary":
-            self._advance_to(part.kind, "")
-            self._drop_gathers()
-            self._in_forward = False
-        if unit is not None:
-            ledger.label = f"{'forward' if self._in_forward else 'backward'} of {part.unit}"
-        if unit is not None and (part.kind == "unpack" or (part.kind == "fetch" and self._is_asked(part.unit))):
-            self._gathered(unit)
-            self._present = part.unit if part.kind == "fetch" else self._present
-        if unit is not None and part.kind == "grad":
-            self._flat_grad(unit, next(b for b in unit.buffers if b.key == part.key))
+    def _follow(self, part: Part, backward: Sequence[Event]) -> None:
+        ledger = self.ledger
+        if part.unit and part.kind != "boundary":
+            ledger.label = f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
+        self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
         ledger.copy_inputs(part.leaves, part.returns)
         ledger.activations = part.now
-        if part.kind == "grad" and unit is not None:
-            buffer = next(b for b in unit.buffers if b.key == part.key)
-            ledger.touch(part.numel * (itemsize(buffer.dtypes.param) + itemsize(buffer.dtypes.reduce)))
+        if part.kind == "grad":
+            dtypes = self._flats[part.key].dtypes
+            ledger.touch(part.numel * (itemsize(dtypes.param) + itemsize(dtypes.reduce)))
         if part.ends:
-            self._ready.add(part.unit)
-            self._reduce_ready()
+            self.execute(self.scheduler.end_visit(part.unit))
 
-    def _is_asked(self, unit: str) -> bool:
-        return unit != self._present or not self._in_forward
+    def execute(self, events: Iterable[Event]) -> None:
+        """Executes what the scheduler returned."""
+        for kind, name in events:
+            EXECUTORS[kind](self, name)
 
     # --- gathers -------------------------------------------------------------------------------------------------
 
-    def _gathered(self, unit: UnitPlan) -> None:
-        self._release_all_but(unit.name)
-        if unit.gathered_numel and unit.name not in self._live:
-            if unit.name not in self._gathering:
-                self._advance_to("gather", unit.name)
-            self._live[unit.name] = self._end_gather(unit.name)
-        event = self._next
-        is_gather = event is not None and event.kind == "gather" and not self._gathering
-        if event is not None and is_gather and self.plan.may_start_early(unit.name, event.unit):
-            self._issue(event)
-
-    @property
-    def _next(self) -> Event | None:
-        return self._schedule[self._position] if self._position < len(self._schedule) else None
-
-    def _advance_to(self, kind: str, unit: str) -> None:
-        while (event := self._next) is not None:
-            if event.kind == "boundary" and kind == "gather" and self._in_forward:
-                return
-            self._issue(event)
-            if event == (kind, unit):
-                return
-
-    def _issue(self, event: Event) -> None:
-        self._position += 1
-        if event.kind == "gather":
-            self._start_gather(self._units[event.unit])
-        elif event.kind == "reduce":
-            self._start_reduce(self._units[event.unit])
-
-    def _start_gather(self, unit: UnitPlan) -> None:
-        self._drop_gathers()
+    def _gather(self, name: str) -> None:
         plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
-        for buffer in unit.buffers:
+        for buffer in self._units[name].buffers:
             if not buffer.flow.gathers_over:
                 continue
-            fetched = self._fetch(buffer)
+            fetched = self._prefetched.pop(buffer.key, None)
+            fetched = self._fetch(buffer) if fetched is None else fetched
             shards += 0 if ledger.is_here(buffer.params) else shard_nbytes(buffer, plan)
             axes = buffer.flow.gathers_over
             if buffer.flow.param_numel == buffer.padded_numel:
@@ -145,84 +118,63 @@ class DryPass:
             hooks = plan.comm_hooks.gather if buffer.trainable else plan.comm_hooks.frozen
             if ledger.device == "cpu":  # this rank copies its own shard into the full buffer
                 ledger.touch(2 * shard_nbytes(buffer, plan))
-            label = f"gather {unit.name}"
+            label = f"gather {name}"
             sent = ledger.send(label, buffer.padded_numel, axes, buffer.dtypes.param, hooks=hooks, after=fetched)
             end = max(end, sent)
-        self._gathering[unit.name] = _Gather(full, shards, end)
-        following = next((e.unit for e in self._schedule[self._position :] if e.kind == "gather"), None)
-        if full and plan.prefetch != 0 and following is not None:
-            for buffer in self._units[following].buffers:
-                if buffer.flow.gathers_over and buffer.key not in self._prefetched:
-                    self._prefetched[buffer.key] = self._start_fetch(buffer)
+        self._gathers[name] = _Gather(full, shards, end)
         ledger.write()
 
-    def _fetch(self, buffer: FlatParamPlan) -> float:
-        return (self._prefetched.pop(buffer.key, None) or self._start_fetch(buffer))[1]
+    def _prefetch(self, name: str) -> None:
+        for buffer in self._units[name].buffers:
+            if buffer.flow.gathers_over and buffer.key not in self._prefetched:
+                self._prefetched[buffer.key] = self._fetch(buffer)
+        self.ledger.write()
 
-    def _start_fetch(self, buffer: FlatParamPlan) -> tuple[int, float]:
+    def _fetch(self, buffer: FlatParamPlan) -> float:
+        """Starts to load a shard; returns when it is here."""
         nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
         if not self.ledger.is_here(spec):
             self.ledger.add("gathers", nbytes)
-        return nbytes, self.ledger.fetch(spec, nbytes, f"load {buffer.key}")
+        return self.ledger.fetch(spec, nbytes, f"load {buffer.key}")
 
-    def _end_gather(self, unit: str) -> list[Taken]:
-        gather = self._gathering.pop(unit)
-        self.ledger.lanes.wait(f"gather {unit}", gather.end)
-        if gather.full:
+    def _wait_gather(self, name: str) -> None:
+        gather = self._gathers[name]
+        self.ledger.lanes.wait(f"gather {name}", gather.end)
+        if gather.full:  # otherwise the model computes with the copies of the shards
             self.ledger.add("gathers", -gather.shards)
-            return gather.full
-        return [("gathers", gather.shards, -1)] if gather.shards else []  # the model computes with the copy
+            gather.shards = 0
 
-    def _drop_gathers(self) -> None:
-        for unit in list(self._gathering):
-            self._give_back(self._end_gather(unit))
+    def _release(self, name: str) -> None:
+        gather = self._gathers.pop(name)
+        self.ledger.add("gathers", -gather.shards)
+        for taken in gather.full:
+            self.ledger.give(taken)
 
-    def _release_all_but(self, unit: str) -> None:
-        if self._present != unit:
-            self._present = ""
-        for name in [name for name in self._live if name != unit]:
-            self._give_back(self._live.pop(name))
-
-    def _give_back(self, full: Sequence[Taken]) -> None:
-        for taken in full:
-            if taken[2] < 0:
-                self.ledger.add("gathers", -taken[1])
-            else:
-                self.ledger.give(taken)
+    def _drop_gather(self, name: str) -> None:
+        self._wait_gather(name)
+        self._release(name)
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
-    def _flat_grad(self, unit: UnitPlan, buffer: FlatParamPlan) -> None:
-        filling, flow = self._filling.setdefault(unit.name, {}), buffer.flow
-        if buffer.key in filling:
-            return
-        is_kept = flow.collects == "full" and buffer.key not in self._reduced
+    def _collect(self, key: str) -> None:
+        buffer = self._flats[key]
+        flow = buffer.flow
+        is_kept = flow.collects == "full" and key not in self._reduced
         is_kept &= flow.keep_dtype == flow.send_dtype or not (self.is_first and self.is_last)
         if is_kept and self.ledger.is_here(buffer.grads):
-            filling[buffer.key] = None
+            self._filling[key] = None
         else:
             dtype = flow.keep_dtype if is_kept else flow.send_dtype
-            filling[buffer.key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
+            self._filling[key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
         if is_kept and buffer.key in self._held:
             self.ledger.lanes.wait(buffer.key, self.ledger.fetch(buffer.grads, self._grad_nbytes(buffer), buffer.key))
 
-    def _reduce_ready(self) -> None:
-        while (event := self._next) is not None and event.kind == "reduce":
-            if event.unit not in self._ready and event.unit in self._entered:
-                return
-            self._issue(event)
-
-    def _start_reduce(self, unit: UnitPlan) -> None:
-        trained = [buffer for buffer in unit.buffers if buffer.trainable]
-        numel = sum(buffer.padded_numel for buffer in trained)
-        while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self.plan.max_reducing:
-            self._end_reduce()
-        for buffer in trained:
-            self._flat_grad(unit, buffer)
-        filling = self._filling.pop(unit.name, {})
-        reduction = _Reduction(numel, [], 0)
-        for buffer in trained:
-            taken = filling[buffer.key]
+    def _reduce(self, name: str) -> None:
+        reduction = _Reduction([], 0)
+        for buffer in self._units[name].buffers:
+            if not buffer.trainable:
+                continue
+            taken = self._filling.pop(buffer.key)
             if not buffer.flow.reduces(is_last=self.is_last):
                 self._held.add(buffer.key)
                 if taken is not None:
@@ -230,16 +182,13 @@ class DryPass:
                     self.ledger.give(taken)
                 continue
             reduction.full += [] if taken is None else [taken]
-            reduction.ends.append((buffer, *self._reduce(buffer, reduction, taken)))
+            reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
             self._reduced.add(buffer.key)
         if reduction.ends:
             self._in_flight.append(reduction)
         self.ledger.write()
-        if not all(self.ledger.is_here(buffer.grads) for buffer, *_ in reduction.ends):
-            while len(self._in_flight) > (self.plan.world_size > 1):
-                self._end_reduce()
 
-    def _reduce(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
+    def _start(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
         """Starts the reduction; returns its end time, and whether its result is added to earlier micro-steps' gradients."""
         plan, ledger, flow = self.plan, self.ledger, buffer.flow
         hooks, dtype, numel = plan.comm_hooks.reduce, flow.send_dtype, flow.reduced_numel
@@ -285,16 +234,17 @@ class DryPass:
     def _grad_nbytes(self, buffer: FlatParamPlan) -> int:
         return buffer.grads.local_nbytes(self.plan.mesh)
 
-    def _finish(self) -> None:
-        self._entered.clear()
-        while (event := self._next) is not None:
-            self._issue(event)
-        self.ledger.write()
-        while self._in_flight:
-            self._end_reduce()
-        while self._leaving:
-            self.ledger.lanes.wait("write_back", self._leaving.popleft())
-        self._drop_gathers()
-        self._release_all_but("")
-        self.ledger.activations = 0
-        self.ledger.write()
+
+EXECUTORS: dict[str, Callable[[DryPass, str], object]] = {
+    "gather": DryPass._gather,
+    "prefetch_shards": DryPass._prefetch,
+    "wait_gather": DryPass._wait_gather,
+    "release": DryPass._release,
+    "drop_gather": DryPass._drop_gather,
+    "boundary": lambda work, _: None,
+    "collect": DryPass._collect,
+    "keep": DryPass._reduce,
+    "reduce": DryPass._reduce,
+    "end_reduce": lambda work, _: work._end_reduce(),
+}
+"""What each kind of event does on a ledger."""

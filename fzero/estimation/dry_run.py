@@ -5,10 +5,10 @@
     run.draw()                        # the bytes over the step
     print(run.timeline)               # compute, gathers, reductions and streams, and which waits for which
 
-A dry run replays the moves of an eager step on a trace of the model: it gathers and releases units, fills and reduces full
-gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations, so that the
-peak is the peak of the sum. Each move occupies a lane of `fzero.graph.timeline.Lanes` for its time. The internal memory of
-collective libraries and the temporaries of single kernels are not counted.
+A dry run executes the events of an eager step's unit scheduler on a trace of the model: it gathers and releases units, fills and
+reduces full gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations,
+so that the peak is the peak of the sum. Each move occupies a lane of `fzero.graph.timeline.Lanes` for its time. The internal
+memory of collective libraries and the temporaries of single kernels are not counted.
 
 Without a trace there are no activations, only updates compute, and units run in the order of their declaration.
 """

@@ -13,7 +13,8 @@ from typing import Literal, NamedTuple
 from fzero.estimation.activation_trace import Traced, TraceEvent
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
-from fzero.plans.unit_scheduler import BOUNDARY, Event, early
+from fzero.plans.unit_orders import Event, early
+from fzero.plans.unit_scheduler import UnitScheduler
 
 
 class Part(NamedTuple):
@@ -87,24 +88,34 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
     yield before
 
 
-# --- the order of collectives ------------------------------------------------------------------------------------
+# --- the unit scheduler --------------------------------------------------------------------------------------------
+
+
+def follow(
+    scheduler: UnitScheduler, part: Part, backward: Sequence[Event] | None, *, is_last: bool
+) -> tuple[Event, ...]:
+    """The events that a part causes before its work. At the boundary a backward begins, which follows the order `backward`."""
+    if part.kind == "fetch":
+        return scheduler.enter(part.unit)
+    if part.kind == "unpack":
+        return scheduler.need(part.unit)
+    if part.kind == "grad":
+        return scheduler.collect(part.unit, part.key)
+    if part.kind != "boundary":
+        return ()
+    events = scheduler.boundary()
+    scheduler.begin(backward)
+    scheduler.begin_backward(is_last=is_last)
+    return events
 
 
 def order_of(plan: Plan, parts: Sequence[Part]) -> tuple[Event, ...]:
     """The collectives of a micro-step, in the order that a running step records in its first and then repeats."""
-    units = {unit.name: unit for unit in plan.units}
-    forward, backward, live = list[Event](), list[Event](), ""
-    events, reduced = forward, set[str]()
+    scheduler = UnitScheduler(plan.unit_rules, is_alone=True)
+    scheduler.begin(None)
     for part in parts:
-        if part.kind == "boundary":
-            forward, events = events, backward
-        elif part.kind in ("fetch", "unpack"):
-            if units[part.unit].gathered_numel and live != part.unit:
-                events.append(Event("gather", part.unit))
-            live = part.unit
+        follow(scheduler, part, None, is_last=True)
         if part.ends:
-            events.append(Event("reduce", part.unit))
-            reduced.add(part.unit)
-    rest = [unit.name for unit in reversed(plan.units) if unit.trainable and unit.name not in reduced]
-    backward += [Event("reduce", name) for name in rest]
-    return (*forward, BOUNDARY, *early(backward, plan.may_start_early))
+            scheduler.end_visit(part.unit)
+    scheduler.end_backward()
+    return early(scheduler.executed, plan.unit_rules.may_start_early)

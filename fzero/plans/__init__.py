@@ -10,12 +10,12 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.plans.plan import Plan as Plan
-    from fzero.plans.unit_scheduler import Event as Event, ScheduleError as ScheduleError
+    from fzero.plans.unit_orders import Event as Event, ScheduleError as ScheduleError
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "plan": "Plan",
-            "unit_scheduler": "Event ScheduleError",
+            "unit_orders": "Event ScheduleError",
         },
     )

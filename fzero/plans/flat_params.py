@@ -112,20 +112,24 @@ class FlatParamPlan:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """Parameters that are gathered, released and reduced together."""
+    """Parameters that are gathered, released and reduced together.
+
+    Attributes:
+        gathered_numel: padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full.
+    """
 
     name: str
     buffers: tuple[FlatParamPlan, ...]
+    gathered_numel: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        numel = sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
+        object.__setattr__(self, "gathered_numel", numel)
 
     @property
     def numel(self) -> int:
         """Elements of the unit's parameters, without padding."""
         return sum(buffer.layout.numel for buffer in self.buffers)
-
-    @property
-    def gathered_numel(self) -> int:
-        """Padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full."""
-        return sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
 
     @property
     def trainable(self) -> bool:

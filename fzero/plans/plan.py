@@ -40,6 +40,7 @@ from fzero.plans.param_groups import (
     optimizers_of,
 )
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
+from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Sharded, TensorSpec, declaration, round_robin
 from sharding.specs import Placement
@@ -74,6 +75,7 @@ class Plan:
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
+        unit_rules: what the unit scheduler knows of all this.
     """
 
     stage: int
@@ -92,6 +94,16 @@ class Plan:
     reduce_bucket: int | None = None
     comm_hooks: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
+    unit_rules: UnitRules = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
+        units = {u.name: UnitRule.of(u, self.mesh, num_shards=num_shards, hook_states=states) for u in self.units}
+        rules = UnitRules(
+            units, self.world_size, num_shards, prefetches=self.prefetch != 0, max_live=self.max_live,
+            max_reducing=self.max_reducing, max_staged=self.streaming.num_staged,
+        )  # fmt: skip
+        object.__setattr__(self, "unit_rules", rules)
 
     @property
     def world_size(self) -> int:
@@ -129,15 +141,6 @@ class Plan:
     def padding(self) -> int:
         """Elements of padding in all flat buffers, all ranks together."""
         return sum(buffer.layout.partition.padding for buffer in self.flat_buffers)
-
-    def may_start_early(self, present: str, following: str) -> bool:
-        """Whether the unit `following` may be gathered while `present` is in use."""
-        units = {unit.name: unit for unit in self.units}
-        both = units[present], units[following]
-        # On one shard the model computes with the very memory that a file was read into.
-        staged = sum(b.param_placement.kind == "nvme" for u in both for b in u.buffers) if self.num_shards == 1 else 0
-        has_room = self.streaming.num_staged is None or staged <= self.streaming.num_staged
-        return self.prefetch != 0 and has_room and sum(unit.gathered_numel for unit in both) <= self.max_live
 
     # --- memory ---
 

@@ -1,152 +1,347 @@
-"""The order of a step's collectives. Every rank must issue the same ones in the same order, or all hang.
+"""When a unit is gathered, kept, prefetched, reduced and released: the unit scheduler, a state machine without tensors.
 
-The order is a value: a tuple of events. The first step *negotiates* it: before every event each rank sends the others the
-unit that it needs next, the unit declared first is served (in the backward: last), and all take part. So the recorded order
-is the same on every rank even when their models branch on data. The steps after it *follow* it:
+A `UnitScheduler` takes the requests of the model, of autograd and of the step, and returns `Event`s in order. The eager step
+executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fzero.estimation.dry_pass`), and
+`fzero.plans.schedule_check` checks those of all ranks. The kinds of events, in the order in which a unit meets them:
 
-- a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,
-- where all ranks need a unit at a place where the schedule has none, they negotiate from there on,
-- a rank that needs such a unit alone raises `ScheduleError`, which names the unit.
+| kind | what happens |
+| --- | --- |
+| gather | the all-gathers of the unit start (agreed) |
+| prefetch_shards | the shards of a unit that is gathered next are loaded |
+| wait_gather | the gather is waited for, and the unit is in use |
+| release | the memory of the unit in use is given back |
+| drop_gather | the gather served other ranks only: it is waited for and given back |
+| boundary | the forward ends (agreed) |
+| collect | a flat gradient begins; `unit` is the key of its flat buffer |
+| reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
+| keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
+| end_reduce | the oldest reductions are waited for, and written to their home |
+| negotiate, depart | the runtime asks the other ranks for the next event, or to abandon the order, and calls `agreed`, `depart` |
+| use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
-An order without some members of a list of blocks (layer drop) cannot be followed, for a later step runs them. So an order is
-learned only when all members have run in one step, or several steps have had the same order.
-
-`early` is the one schedule transformation of the eager runner: it prefetches one unit.
+A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
+checker needs a line if the event holds memory. If ranks must agree on it (a pipeline's send or receive), its name goes into
+`AGREED` too, and `_issue` starts it. A request that causes it (a pipeline's next forward) is a method that returns a tuple.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, Self
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal
 
-
-class ScheduleError(RuntimeError):
-    """A unit ran at a place where the schedule of collectives has no gather for it."""
-
-
-class Event(NamedTuple):
-    """A unit's collective: `gather` its parameters, or `reduce` its gradients; or the `boundary` of forward and backward."""
-
-    kind: Literal["gather", "reduce", "boundary"]
-    unit: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.kind} {self.unit}".strip()
-
-
-BOUNDARY = Event("boundary")
-
-Run = tuple[str | int | frozenset[str], ...]
-"""The key of an order: runs with the same key have the same order of collectives.
-
-A forward: `("forward", "train")`. A backward: the number of backwards since the last forward; the forwards that it belongs to,
-by name and distance from the last one; and, where a forward still holds parameters, the names of its units."""
-
-MOST_TRIES = 16
-"""Steps in which the order of a run may lack members of a list of blocks before it is learned, or given up."""
+from fzero.plans.unit_orders import BOUNDARY, END, Event, Run, ScheduleError, early, is_whole
+from fzero.plans.unit_rules import UnitRules
 
 
 @dataclass(slots=True)
-class Orders:
-    """The orders that were learned, by run. The same on all ranks.
+class _Run:
+    """A run: the order that it follows, None while ranks negotiate; the place in it; where it begins in `executed`."""
+
+    order: Sequence[Event] | None = None
+    begun: int = 0
+    place: int = 0
+    _gather: int = 0  # where the next gather is
+
+    @property
+    def next(self) -> Event | None:
+        return None if self.order is None or self.place == len(self.order) else self.order[self.place]
+
+    @property
+    def next_gather(self) -> str | None:
+        """The next unit that the order gathers."""
+        if self.order is None:
+            return None
+        self._gather = max(self._gather, self.place)
+        while self._gather < len(self.order) and self.order[self._gather].kind != "gather":
+            self._gather += 1
+        return self.order[self._gather].unit if self._gather < len(self.order) else None
+
+
+class UnitScheduler:
+    """Turns the requests of one rank's forwards and backwards into events; see the module.
+
+    Args:
+        rules: the units of the plan.
+        here: the kinds of memory that the device uses directly; a gradient in any other is written back while the backward
+            goes on.
+        is_alone: whether no other rank takes part; every event is agreed then.
 
     Attributes:
-        learned: the orders to follow.
-        tried: the orders so far of runs that lacked blocks.
-        varying: runs without one order, which are negotiated each time.
-        differ: whether ranks have needed different units at one time in a forward.
+        in_forward: whether the model runs forward now, or backward.
+        executed: the events of all runs that ranks have agreed on.
+        wish: the event that this rank negotiates, `END` at the end of a run; None otherwise.
     """
 
-    learned: dict[Run, tuple[Event, ...]] = field(default_factory=dict)
-    tried: defaultdict[Run, list[tuple[Event, ...]]] = field(default_factory=lambda: defaultdict(list))
-    varying: set[Run] = field(default_factory=set)
-    differ: bool = False
+    def __init__(self, rules: UnitRules, *, here: Collection[str] = ("device",), is_alone: bool = False) -> None:
+        self._rules, self._here, self._is_alone = rules, here, is_alone
+        self.in_forward = True
+        self.executed: list[Event] = []
+        self.wish: Event | None = None
+        self._rest: Iterator[Event] = iter(())  # the wishes after this one
+        self._run = _Run()
+        self._since = 0  # where the first forward since a backward begins in `executed`
+        self._live = self._under_way = ""  # the units in use and being gathered
+        self._entered: set[str] = set()  # units that the model has used on this rank
+        self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
+        self._filling: defaultdict[str, set[str]] = defaultdict(
+            set
+        )  # by unit, the keys of flat gradients that have begun
+        self._in_flight: deque[str] = deque()  # units whose reductions are under way
+        self._num_reducing = 0  # the elements of their full gradients
+        self._is_last = True
+        self._open_visits: Counter[str] = Counter()  # by unit, the visits whose gradients are not complete
 
-    def learn(self, run: Run, events: tuple[Event, ...], *, is_whole: bool) -> bool:
-        """Learns the negotiated order of a run, if it is complete; returns whether the run is given up instead.
+    # --- runs ------------------------------------------------------------------------------------------------------
+
+    def begin(self, order: Sequence[Event] | None) -> None:
+        """A run begins: it follows an order, or negotiates one."""
+        self._run = _Run(order, len(self.executed))
+
+    def begin_forward(self, *, is_first: bool) -> tuple[Event, ...]:
+        """The run is a forward; `is_first`: the first since the last backward."""
+        self.in_forward = True
+        self._since = self._run.begun if is_first else self._since
+        return self.release()
+
+    def begin_backward(self, *, is_last: bool, visits: Mapping[str, int] = {}) -> None:
+        """The run is a backward.
 
         Args:
-            run: the key of the run.
-            events: its order.
-            is_whole: whether no block was skipped by all ranks.
-
-        >>> orders, run = Orders(), ("forward", "train")
-        >>> some, all_ = (Event("gather", "0"),), (Event("gather", "0"), Event("gather", "1"))
-        >>> orders.learn(run, some, is_whole=False), run in orders.learned
-        (False, False)
-        >>> orders.learn(run, all_, is_whole=True), run in orders.learned
-        (False, True)
+            is_last: whether it is the last before the update; only then are full gradients reduced.
+            visits: by unit, how many visits of the forwards it ends; a unit without any is complete after its first end.
         """
-        if run in self.varying:
-            return False
-        tried = self.tried[run]
-        tried.append(events)
-        if is_whole or (len(tried) == MOST_TRIES and len(set(tried)) == 1):
-            self.learned[run] = events
-        elif len(tried) == MOST_TRIES:
-            return self.give_up(run)
+        self._is_last, self._open_visits = is_last, Counter(visits)
+
+    def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
+        """The order of the run that ended, as later ones follow it, and whether it contains all blocks (`is_whole`)."""
+        events = self.executed[self._run.begun :]
+        before = self.executed[self._since : self._run.begun]
+        forward, backward = (events, []) if run[0] == "forward" else (before, events)
+        units = (name for name, unit in self._rules.units.items() if unit.gathered_numel)
+        return early(events, self._rules.may_start_early), is_whole(forward, backward, units, differ=differ)
+
+    # --- requests of the model and of autograd ---------------------------------------------------------------------
+
+    def enter(self, unit: str) -> tuple[Event, ...]:
+        """The model accesses the parameters of a unit."""
+        self._entered.add(unit)
+        return self.need(unit)
+
+    def need(self, unit: str) -> tuple[Event, ...]:
+        """A unit is needed: by the model, or by a saved view of it in the backward."""
+        if self._live == unit and (self._under_way or not self._may_start_next(unit)):
+            return ()
+        out = [*self.release(unit)]
+        if self._rules.units[unit].gathered_numel and self._live != unit:
+            gather = Event("gather", unit)
+            if self._under_way != unit and not self._advance_to(gather, out):
+                return tuple(out)
+            self._go_on(gather, out)
+        if not self._under_way and (following := self._may_start_next(unit)):
+            self._issue(following, out)
+        return tuple(out)
+
+    def collect(self, unit: str, key: str) -> tuple[Event, ...]:
+        """A gradient is written into a unit's flat gradient."""
+        begun = self._filling[unit]
+        if key in begun:
+            return ()
+        begun.add(key)
+        return (Event("collect", key),)
+
+    def end_visit(self, unit: str) -> tuple[Event, ...]:
+        """All gradients of one visit are written. After the last visit the unit is reduced, as soon as the order allows it."""
+        self._open_visits[unit] -= 1
+        if self._open_visits[unit] > 0:
+            return ()
+        self._ready.add(unit)
+        out: list[Event] = []
+        if self._run.order is None:
+            self._advance_to(Event("reduce", unit), out)
+        while (event := self._run.next) is not None and event.kind == "reduce" and not self._is_early(event):
+            self._issue(event, out)
+        return tuple(out)
+
+    def boundary(self) -> tuple[Event, ...]:
+        """The forward has ended. Units that only other ranks need are gathered up to here."""
+        out: list[Event] = []
+        if self._advance_to(BOUNDARY, out):
+            self._go_on(BOUNDARY, out)
+        return tuple(out)
+
+    def end_backward(self) -> tuple[Event, ...]:
+        """The backward has ended: the remaining units are reduced, and then as `take_part`."""
+        self._ready |= self._entered
+        self._rest = self._unreduced()
+        return self.take_part()
+
+    def take_part(self) -> tuple[Event, ...]:
+        """The run has ended on this rank, which still takes part in events that only other ranks need."""
+        out: list[Event] = []
+        if self._run.order is None:
+            if self._is_alone:
+                for wish in self._rest:
+                    self._issue(wish, out)
+            else:
+                self._rest = chain(self._rest, (END,))
+                self._wish(next(self._rest), "negotiate", out)
+        while (event := self._run.next) is not None:
+            self._issue(event, out)
+        return tuple(out)
+
+    def finish(self) -> tuple[Event, ...]:
+        """The run is over: reductions are waited for, and all units released.
+
+        Raises:
+            ScheduleError: gradients came after the reduction of their unit.
+        """
+        if self._filling:
+            raise ScheduleError(
+                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
+                f"first step; pass schedule='negotiated'"
+            )
+        out: list[Event] = []
+        while self._in_flight:
+            self._end_reduce(out)
+        self._ready.clear()
+        self._drop(out)
+        return (*out, *self.release())
+
+    def release(self, kept: str = "") -> tuple[Event, ...]:
+        """The unit in use is not needed any more, unless it is `kept`."""
+        released = self._live
+        if not released or released == kept:
+            return ()
+        self._live = ""
+        return (Event("release", released),)
+
+    # --- what ranks have agreed on ---------------------------------------------------------------------------------
+
+    def agreed(self, event: Event) -> tuple[Event, ...]:
+        """All ranks have agreed on an event; `wish` is None once what this rank needed has come."""
+        out: list[Event] = []
+        if event != END:
+            self._issue(event, out)  # an incomplete gradient is sent as it is, and its rest in a later event
+        if event == self.wish:
+            self.wish = next(self._rest, None)
+            self._go_on(event, out)
+        return tuple(out)
+
+    @property
+    def place(self) -> int:
+        """How many events of the order were issued."""
+        return self._run.place
+
+    def depart(self, place: int) -> tuple[Event, ...]:
+        """All ranks need an event that the order lacks; from its event number `place` on they negotiate.
+
+        The ranks have reached different places in it, because a rank stops before the reduction of a unit that it uses. So
+        all first issue the events up to the last of these places.
+        """
+        out: list[Event] = []
+        while self.place < place and (event := self._run.next) is not None:
+            self._issue(event, out)
+        self._run.order, wish, self.wish = None, self.wish, None
+        assert wish is not None
+        if wish == Event("gather", self._under_way) or self._advance_to(wish, out):
+            self._go_on(wish, out)
+        return tuple(out)
+
+    # --- rules -----------------------------------------------------------------------------------------------------
+
+    def _advance_to(self, wanted: Event, out: list[Event]) -> bool:
+        """Issues the events before `wanted`, and `wanted` itself. False if it must be agreed on first: it is the wish then."""
+        if self._run.order is None:
+            if self._is_alone:
+                self._issue(wanted, out)
+            else:
+                self._wish(wanted, "negotiate", out)
+            return self._is_alone
+        while (event := self._run.next) is not None:
+            if event.kind == "boundary" and wanted.kind == "gather" and self.in_forward:
+                break
+            if event != wanted and event.kind == "reduce" and self._is_early(event):
+                break
+            self._issue(event, out)
+            if event == wanted:
+                return True
+        self._wish(wanted, "depart", out)
         return False
 
-    def give_up(self, run: Run) -> bool:
-        """Makes the run negotiate every time from now on; returns whether it did not before."""
-        is_new = run not in self.varying
-        self.varying.add(run)
-        self.learned.pop(run, None)
-        self.tried.pop(run, None)
-        return is_new
+    def _wish(self, wanted: Event, kind: Literal["negotiate", "depart"], out: list[Event]) -> None:
+        self.wish = wanted
+        out.append(Event(kind))
 
-    def copy(self) -> Self:
-        tried = defaultdict(list, {run: list(orders) for run, orders in self.tried.items()})
-        return replace(self, learned=dict(self.learned), tried=tried, varying=set(self.varying))
+    def _go_on(self, event: Event, out: list[Event]) -> None:
+        """What waited for an event continues: a gathered unit is in use, the forward turns to the backward."""
+        if event.kind == "gather":
+            out.append(Event("wait_gather", event.unit))
+            self._live, self._under_way = event.unit, ""
+        elif event.kind == "boundary":
+            self.in_forward = False
 
+    def _is_early(self, reduction: Event) -> bool:
+        """Whether this rank uses the unit and its gradients are not complete."""
+        return reduction.unit in self._entered and reduction.unit not in self._ready
 
-def is_whole(forward: Iterable[Event], backward: Iterable[Event], units: Iterable[str], *, differ: bool) -> bool:
-    """Whether an order contains all blocks, so that later steps can follow it.
+    def _may_start_next(self, present: str) -> Event | None:
+        """The next event of the order, if it is a gather that may start while `present` is in use."""
+        event = self._run.next
+        is_gather = event is not None and event.kind == "gather" and self._rules.may_start_early(present, event.unit)
+        return event if is_gather else None
 
-    Args:
-        forward: its events in the forwards.
-        backward: its events in the backwards, if these have run.
-        units: the names of all units that are gathered.
-        differ: whether each rank skips blocks of its own. Then every unit must come once, and in the backward in reverse
-            order: such an order serves ranks that skip any of them.
+    def _unreduced(self) -> Iterator[Event]:
+        """The reductions that a negotiated backward lacks, last declared unit first."""
+        done = {event.unit for event in self.executed[self._run.begun :] if event.kind == "reduce"}
+        for name in reversed(self._rules.units):
+            if self._rules.units[name].grads and (name in self._filling or name not in done):
+                yield Event("reduce", name)
 
-    >>> forward, units = [Event("gather", "blocks.0"), Event("gather", "head")], ["blocks.0", "blocks.1", "head"]
-    >>> is_whole(forward, [], units, differ=False), is_whole(forward, [], ["blocks.0", "head"], differ=True)
-    (False, True)
-    >>> is_whole(forward, [Event("reduce", "blocks.0"), Event("reduce", "head")], ["blocks.0", "head"], differ=True)
-    False
-    """
-    first = [event.unit for event in forward if event.kind == "gather"]
-    blocks = {unit for unit in units if unit.rpartition(".")[2].isdigit()}  # members of a list
-    if not differ or not blocks <= set(first):
-        return blocks <= set(first)
-    place = {unit: index for index, unit in enumerate(first)}
-    back = {kind: [event.unit for event in backward if event.kind == kind] for kind in ("gather", "reduce")}
-    if any(back.values()) and not blocks <= {*first[-1:], *back["gather"]}:
-        return False
-    orders = [first, *([unit for unit in reversed(found) if unit in place] for found in back.values())]
-    return all(order == sorted(set(order), key=place.__getitem__) for order in orders)
+    def _issue(self, event: Event, out: list[Event]) -> None:
+        """A collective is started, and what it needs before and after it."""
+        self.executed.append(event)
+        self._run.place += 1
+        if event.kind == "reduce":
+            self._reduce(event, out)
+            return
+        self._drop(out)  # a gather that was not awaited on this rank served other ranks only
+        out.append(event)
+        if event.kind == "gather":
+            self._under_way = event.unit
+            # On one shard nothing is sent: the next shard is loaded when its gather is issued, early.
+            if self._rules.prefetches and self._rules.num_shards > 1 and (following := self._run.next_gather):
+                out.append(Event("prefetch_shards", following))
 
+    def _reduce(self, event: Event, out: list[Event]) -> None:
+        unit = self._rules.units[event.unit]
+        self._ready.discard(event.unit)
+        while self._in_flight and self._num_reducing + unit.reduced_numel > self._rules.max_reducing:
+            self._end_reduce(out)
+        while unit.remembers and event.unit in self._in_flight:
+            self._end_reduce(out)  # the next reduction needs the state of its comm hook
+        begun = self._filling.pop(event.unit, ())
+        out += [Event("collect", grad.key) for grad in unit.grads if grad.key not in begun]
+        started = [grad for grad in unit.grads if self._is_last or not grad.is_full]
+        if not started:
+            out.append(Event("keep", event.unit))
+            return
+        out.append(event)
+        self._in_flight.append(event.unit)
+        self._num_reducing += unit.reduced_numel
+        if any(grad.memory not in self._here for grad in started):
+            # A gradient with a home in other memory is written there while the next unit's backward runs.
+            while len(self._in_flight) > (self._rules.world_size > 1):
+                self._end_reduce(out)
 
-def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> tuple[Event, ...]:
-    """The schedule with each gather of the backward issued before the reduction that precedes it.
+    def _end_reduce(self, out: list[Event]) -> None:
+        unit = self._in_flight.popleft()
+        self._num_reducing -= self._rules.units[unit].reduced_numel
+        out.append(Event("end_reduce", unit))
 
-    The gather of the next unit then overlaps with the compute of the present one. The forward has gathers only, and the
-    runner starts the next one early without a change of order.
-
-    Args:
-        schedule: as recorded.
-        may_start: whether the second unit's gather may start while the first is still in use.
-
-    >>> recorded = [BOUNDARY, Event("reduce", "b"), Event("gather", "a"), Event("reduce", "a")]
-    >>> print(*early(recorded, lambda present, following: True), sep=", ")
-    boundary, gather a, reduce b, reduce a
-    """
-    events = list(schedule)
-    for index in range(1, len(events)):
-        before, event = events[index - 1], events[index]
-        if event.kind == "gather" and before.kind == "reduce" and may_start(before.unit, event.unit):
-            events[index - 1], events[index] = event, before
-    return tuple(events)
+    def _drop(self, out: list[Event]) -> None:
+        if self._under_way:
+            out.append(Event("drop_gather", self._under_way))
+            self._under_way = ""

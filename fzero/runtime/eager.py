@@ -10,8 +10,8 @@ No graph is captured. The model runs as it is, bound to the tensors that `Forwar
    (`Reductions`). The input of all leaves of a visit is one `UnitRoot`, whose backward runs after the last gradient of the
    visit. The unit is then complete, and its reduce-scatter starts.
 
-`Sequencer` decides when each collective starts. All stages run this same code and do the same arithmetic: the specs decide
-whether a gather moves anything and whether a full gradient is dropped.
+`UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All stages run this same code and do the
+same arithmetic: the specs decide whether a gather moves anything and whether a full gradient is dropped.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards (on one axis as many as ranks).
 """
@@ -36,7 +36,7 @@ from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.unit_scheduler import Event, Orders, Run
+from fzero.plans.unit_orders import Orders, Run
 from fzero.runtime.autograd_nodes import ParamLeaf, leaf_of, root_of, roots_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
@@ -107,14 +107,13 @@ class ForwardBackward:
         self._gathers = Gathers(plan, mesh, params, transfer, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, orders, self._gathers, self._reductions)
+        self._scheduler = self._events.scheduler
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         self._status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # dispatch modes of the caller, active around a half
         self._runs_again = False
         self._present: _Present | None = None
-        # By unit, the visits whose gradients this backward has not completed.
-        self._open_visits: Counter[str] = Counter()
         self._loss_stats: Pending | None = None
         self._range: AbstractContextManager[object] | None = None  # in a trace, the range of the unit being visited
 
@@ -125,7 +124,7 @@ class ForwardBackward:
 
     @property
     def in_forward(self) -> bool:
-        return self._events.in_forward
+        return self._scheduler.in_forward
 
     @property
     def hook_states(self) -> dict[str, States]:
@@ -152,8 +151,8 @@ class ForwardBackward:
             ValueError: the forward has changed a parameter.
         """
         with self._running(("forward", run)):  # without `still`: a forward gathers the same with and without gradients
-            self._release_all_but("")
-            self._events.begin_forward(is_first=self.forwards.begin(run, still))
+            self._leave("")
+            self._events.execute(self._scheduler.begin_forward(is_first=self.forwards.begin(run, still)))
             self._given.begin(compares=compares)
             with self.saving() if saves else nullcontext():
                 try:
@@ -169,9 +168,7 @@ class ForwardBackward:
             self._end_range()
             self._gathers.check_full()
             self._given.end()
-            self._events.end_forward()
-            self._gathers.drop()
-            self._events.in_forward = False
+            self._events.execute(self._scheduler.boundary())
 
     def backward(
         self,
@@ -203,8 +200,11 @@ class ForwardBackward:
         """
         if not loss.requires_grad:
             raise ValueError(UNRELATED)
-        with self._running(self._expect(loss)):
-            self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
+        visits = self.forwards.last_alone
+        visits = self._reached(loss) if visits is None else visits
+        with self._running(self.forwards.run_of("backward", visits)):
+            is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
+            self._scheduler.begin_backward(is_last=is_last, visits=sum_of(visits))
             self.forwards.go_back(keeps=keeps)
             self._loss_stats = collectives.start_stack(
                 row, self.mesh.world, label=Label("loss_stats", phase="boundary")
@@ -236,7 +236,7 @@ class ForwardBackward:
             finally:
                 self._status = "running"
             self._forget_leaves()
-            self._events.take_part()
+            self._events.execute(self._scheduler.take_part())
             self._let_go()
 
     @contextmanager
@@ -265,31 +265,22 @@ class ForwardBackward:
     def close(self) -> None:
         """Releases the gathered buffers; from now on a backward through a graph made here raises."""
         self._status = "over"
-        self._release_all_but("")
+        self._leave("")
+        self._events.execute(self._scheduler.release())
         self.transfer.abandon()
 
     def _finish(self) -> None:
         """Ends the backward: reduces the remaining units, and takes part in collectives that only other ranks needed."""
         self._forget_leaves()
         self._gathers.check_full()
-        trained = [unit.name for unit in reversed(self.plan.units) if unit.trainable]
-        self._events.end_backward(trained, self._reductions.has_grads)
-        self._reductions.finish()
-        self._events.ready.clear()
+        self._events.execute(self._scheduler.end_backward())
         self._let_go()
 
     def _let_go(self) -> None:
-        """Releases the buffers that a backward gathered."""
-        self._gathers.drop()
-        self._release_all_but("")
+        """Waits for the reductions of a backward, and releases the buffers that it gathered."""
+        self._leave("")
+        self._events.execute(self._scheduler.finish())
         self.transfer.abandon()
-
-    def _expect(self, loss: Tensor) -> Run:
-        """Counts the visits that a backward of the loss will end, and names its order of collectives."""
-        found = self.forwards.last_alone
-        found = self._reached(loss) if found is None else found
-        self._open_visits = sum_of(found)
-        return self.forwards.run_of("backward", found)
 
     def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
         """The visits of each forward in the graph of the loss."""
@@ -328,7 +319,7 @@ class ForwardBackward:
             present = untraced(self._enter)(unit) if unit.gathered_numel else self._enter(unit)
         elif not self.in_forward:
             with beneath_modes(self._num_modes):
-                self._gathered(unit)  # the next gather may start now, as in `_unpack`
+                self._events.execute(self._scheduler.need(unit.name))  # the next gather may start now, as in `_unpack`
         if self.in_forward and not self._runs_again and not present.is_recorded and torch.is_grad_enabled():
             present.is_recorded = True
             self.forwards.last.visits[unit.name] += 1
@@ -351,16 +342,16 @@ class ForwardBackward:
         if self.in_forward and is_recording():
             self._range = profiler_range("unit", unit.name)
             self._range.__enter__()
-        self._events.entered.add(unit.name)
         # The model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
         # checkpointing) must not affect the leaves: they may be used outside it later.
         with (
             torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(),
             beneath_modes(self._num_modes),
         ):  # fmt: skip
-            flats = self._gathered(unit)
+            self._leave(unit.name)
+            self._events.execute(self._scheduler.enter(unit.name))
             self._present = _Present(unit.name, {})
-            self._present.leaves = self._leaves_of(unit, flats)
+            self._present.leaves = self._leaves_of(unit, self._gathers.live(unit.name))
         return self._present
 
     def _leaves_of(self, unit: UnitPlan, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -400,19 +391,11 @@ class ForwardBackward:
         if self._present is not None:
             self._present.leaves.clear()
 
-    def _release_all_but(self, unit: str) -> None:
+    def _leave(self, unit: str) -> None:
+        """Drops the parameters of the present unit, unless it is `unit`; its memory can be given back then."""
         if self._present is not None and self._present.unit != unit:
             self._forget_leaves()
             self._present = None
-        self._gathers.release_all_but(unit)
-
-    def _gathered(self, unit: UnitPlan) -> dict[str, Tensor]:
-        """The unit's gathered buffers. Releases those of other units and starts the next gather."""
-        self._release_all_but(unit.name)
-        flats = self._gathers.live(unit, lambda: self._events.advance_to(Event("gather", unit.name)))
-        if not self._gathers.is_under_way:
-            self._events.start_early(unit.name)
-        return flats
 
     # --- autograd ----------------------------------------------------------------------------------------------
 
@@ -432,7 +415,9 @@ class ForwardBackward:
         if isinstance(packed, SavedView):
             self._check_runs()
             with beneath_modes(self._num_modes):
-                flat = self._gathered(packed.unit)[packed.key]
+                self._leave(packed.unit.name)
+                self._events.execute(self._scheduler.need(packed.unit.name))
+                flat = self._gathers.live(packed.unit.name)[packed.key]
             return flat.as_strided(packed.size, packed.stride, packed.offset)
         tensor, version = packed
         if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
@@ -449,14 +434,13 @@ class ForwardBackward:
             raise RuntimeError(INSIDE)
         if self._status != "passed":
             unit, buffer = self._homes[name]
+            self._events.execute(self._scheduler.collect(unit.name, buffer.key))
             self._reductions.add(name, grad, unit.name, buffer)
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""
         if self._status != "passed":
-            self._open_visits[unit] -= 1
-            if self._open_visits[unit] <= 0:
-                self._events.complete(unit)
+            self._events.execute(self._scheduler.end_visit(unit))
 
 
 def _trained_in(unit: UnitPlan) -> Iterator[str]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
-from fzero.plans.unit_scheduler import Run
+from fzero.plans.unit_orders import Run
 
 
 @dataclass(slots=True)

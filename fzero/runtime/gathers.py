@@ -73,7 +73,6 @@ class Gathers:
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
-        self.drop()  # a gather that was not awaited on this rank served other ranks only
         self._under_way[unit.name] = [self._start(buffer, phase) for buffer in unit.buffers if buffer.flow.gathers_over]
 
     def _start(self, buffer: FlatParamPlan, phase: Phase) -> _Gather:
@@ -106,11 +105,18 @@ class Gathers:
             if buffer.flow.gathers_over:
                 self._transfer.prefetch(buffer.key, self._params[buffer.key])
 
-    def drop(self) -> None:
-        """Waits for the gathers under way and drops their results."""
-        for unit in list(self._under_way):
-            for key, flat in self._end(unit).items():
-                self._give_back(flat, key)
+    def wait(self, unit: UnitPlan) -> None:
+        """Waits for the gathers of a unit, which is live then."""
+        flats = self._live[unit.name] = self._end(unit.name)
+        self._versions |= {key: flat._version for key, flat in flats.items()}
+        for key, flat in flats.items():
+            if flat.numel():  # an empty buffer has no address of its own
+                self._by_storage[address(flat)] = (unit, key, flat.dtype)
+
+    def drop(self, unit: str) -> None:
+        """Waits for the gathers of a unit and drops their results."""
+        for key, flat in self._end(unit).items():
+            self._give_back(flat, key)
 
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns the gathers that were under way."""
@@ -120,39 +126,22 @@ class Gathers:
         return pending
 
     @property
-    def is_under_way(self) -> bool:
-        return bool(self._under_way)
-
-    @property
     def device(self) -> torch.device:
         """The model's device."""
         return self._transfer.device
 
     # --- live buffers --------------------------------------------------------------------------------------------
 
-    def live(self, unit: UnitPlan, gather: Callable[[], None]) -> dict[str, Tensor]:
-        """The gathered buffers (P) of a unit by key; buffers that are never gathered (stages 0 to 2) are not included.
+    def live(self, unit: str) -> dict[str, Tensor]:
+        """The gathered buffers (P) of a unit by key; buffers that are never gathered (stages 0 to 2) are not included."""
+        return self._live.get(unit, {})
 
-        Args:
-            gather: starts the gathers of the unit where these are not under way.
-        """
-        if unit.gathered_numel and unit.name not in self._live:
-            if unit.name not in self._under_way:
-                gather()
-            flats = self._end(unit.name)
-            self._live[unit.name] = flats
-            self._versions |= {key: flat._version for key, flat in flats.items()}
-            for key, flat in flats.items():
-                if flat.numel():  # an empty buffer has no address of its own
-                    self._by_storage[address(flat)] = (unit, key, flat.dtype)
-        return self._live.get(unit.name, {})
-
-    def release_all_but(self, unit: str) -> None:
-        for name in [name for name in self._live if name != unit]:
-            for key, flat in self._live.pop(name).items():
-                self._by_storage.pop(address(flat), None)
-                self._check_unchanged(key, flat)
-                self._give_back(flat, key)
+    def release(self, unit: str) -> None:
+        """Gives the memory of a live unit back, if no error has ended the forward-backward."""
+        for key, flat in self._live.pop(unit, {}).items():
+            self._by_storage.pop(address(flat), None)
+            self._check_unchanged(key, flat)
+            self._give_back(flat, key)
 
     def check_full(self) -> None:
         """Raises ValueError where a parameter that this rank holds in full was changed in place."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
-from fzero.plans.unit_scheduler import Event, Orders, Run
+from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.runtime.hyper_check import HyperCheck
 from fzero.runtime.own_params import Origin, OwnGrads
 from fzero.runtime.step_spec import StepSpec

@@ -1,7 +1,7 @@
 """`Reductions`: writes gradients of a backward into their unit's flat gradient, and reduces it when it is complete.
 
 A unit's flat gradient (P) is collected in the state's own memory if this rank keeps all of it, and in scratch memory
-otherwise. The reductions under way are bounded (`Plan.max_reducing`), so that stage 2 never holds all full gradients.
+otherwise. The unit scheduler decides when a flat gradient begins, and when its reduction starts and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.plans.unit_scheduler import ScheduleError
 from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype
@@ -37,7 +36,6 @@ class _Filling:
 class _Reduction(NamedTuple):
     """A unit's reduce-scatters under way, with the full gradients that they read."""
 
-    numel: int
     reads: _Filling
     started: list[tuple[FlatParamPlan, Sending, bool]]
 
@@ -75,8 +73,8 @@ class Reductions:
         self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
 
-    def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> None:
-        """Called when a backward begins.
+    def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> bool:
+        """Called when a backward begins; returns whether it counts as the last one before the update.
 
         Args:
             grad_scale: factor of the gradients.
@@ -88,25 +86,8 @@ class Reductions:
         if is_first or not self._is_done:
             self._reduced.clear()
         self._held = set() if is_first else {b.key for b in self._plan.flat_buffers if b.trainable}
-
-    def has_grads(self, unit: str) -> bool:
-        """Whether a unit has gradients whose reduction has not started."""
-        return unit in self._filling
-
-    def finish(self) -> None:
-        """Waits for all reductions of this backward.
-
-        Raises:
-            ScheduleError: gradients came after the reduction of their unit.
-        """
-        if self._filling:
-            raise ScheduleError(
-                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
-                f"first step; pass schedule='negotiated'"
-            )
-        while self._in_flight:
-            self._end_oldest()
         self._is_done = self._is_last
+        return self._is_last
 
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns the reductions that were under way."""
@@ -123,7 +104,7 @@ class Reductions:
         grad = grad.to_dense() if grad.layout != torch.strided else grad
         filling = self._filling[unit]
         start, stop = buffer.layout.bounds(name)
-        target = self._flat_grad(filling, buffer)[start:stop].view(grad.shape)
+        target = filling.flats[buffer.key][start:stop].view(grad.shape)
         grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
@@ -134,42 +115,35 @@ class Reductions:
             torch.mul(grad, self._grad_scale, out=target)
         filling.written.add(name)
 
-    def _flat_grad(self, filling: _Filling, buffer: FlatParamPlan) -> Tensor:
-        """The buffer in which the unreduced gradient is collected (P).
+    def collect(self, unit: str, buffer: FlatParamPlan) -> None:
+        """Begins the buffer in which an unreduced gradient of a unit is collected (P).
 
         It is the gradient's home if this rank keeps all of it, and either it is sent in its home's dtype or more micro-steps
         are added first. A home in other memory is loaded first. Otherwise it is scratch memory.
         """
-        if buffer.key not in filling.flats:
-            home = self._grads[buffer.key]
-            is_kept = buffer.flow.collects == "full" and buffer.key not in self._reduced
-            send_dtype = torch_dtype(buffer.flow.send_dtype)
-            is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
-            is_held = is_kept and buffer.key in self._held
-            if is_held or (is_kept and self._is_here(buffer)):
-                filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
-            else:
-                dtype = home.dtype if is_kept else send_dtype
-                scratch, device = self._transfer.scratch, self._transfer.device
-                filling.flats[buffer.key] = scratch.take(buffer.padded_numel, dtype, device)
-            if is_held:
-                filling.written.update(buffer.layout.names)
-        return filling.flats[buffer.key]
+        filling, home = self._filling[unit], self._grads[buffer.key]
+        is_kept = buffer.flow.collects == "full" and buffer.key not in self._reduced
+        send_dtype = torch_dtype(buffer.flow.send_dtype)
+        is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
+        is_held = is_kept and buffer.key in self._held
+        if is_held or (is_kept and self._is_here(buffer)):
+            filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
+        else:
+            dtype = home.dtype if is_kept else send_dtype
+            scratch, device = self._transfer.scratch, self._transfer.device
+            filling.flats[buffer.key] = scratch.take(buffer.padded_numel, dtype, device)
+        if is_held:
+            filling.written.update(buffer.layout.names)
 
     # --- reducing ------------------------------------------------------------------------------------------------
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the reductions of a unit, with zeros for gradients that were not written. *Collective:* every rank."""
-        numel = sum(buffer.padded_numel for buffer in unit.buffers if buffer.trainable)
-        while self._in_flight and sum(r.numel for r in self._in_flight) + numel > self._plan.max_reducing:
-            self._end_oldest()
-        while any(b.key in self.hook_states and b in unit.buffers for r in self._in_flight for b, _, _ in r.started):
-            self._end_oldest()  # the next reduction needs the state of its comm hook
         filling = self._filling.pop(unit.name, _Filling())
         started = []
         for buffer in unit.buffers:
             if buffer.trainable:
-                flat_P = self._flat_grad(filling, buffer)
+                flat_P = filling.flats[buffer.key]
                 zero_gaps(flat_P, buffer, filling.written)
                 if not buffer.flow.reduces(is_last=self._is_last):
                     self._held.add(buffer.key)
@@ -180,11 +154,7 @@ class Reductions:
                 started.append((buffer, self._reduce(flat_P, buffer, phase), self._adds(buffer)))
                 self._reduced.add(buffer.key)
         if started:
-            self._in_flight.append(_Reduction(numel, filling, started))
-        if not all(self._is_here(buffer) for buffer, _, _ in started):
-            # A gradient with a home in other memory is written there while the next unit's backward runs.
-            while len(self._in_flight) > (self._mesh.world.size > 1):
-                self._end_oldest()
+            self._in_flight.append(_Reduction(filling, started))
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
         """Starts the reduction of a gradient over all ranks: all of it (P) in stage 0, this rank's shard (S) otherwise."""
@@ -203,9 +173,9 @@ class Reductions:
             held = self._transfer.load(f"{buffer.key}/grads", own_S)
         return reduce(out_S=None if is_new else held, held_S=held if is_held else None)
 
-    def _end_oldest(self) -> None:
+    def end_oldest(self) -> None:
         """Waits for the oldest reduction, and writes its result to the gradient's home."""
-        _, reads, started = self._in_flight.popleft()
+        reads, started = self._in_flight.popleft()
         while started:  # emptied, so that no reference here keeps the full gradients' memory
             buffer, sending, is_late = started.pop(0)
             mean, states = sending.wait()

@@ -19,6 +19,7 @@ import optree
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from schedules import recorded
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 from training import config, make, vectors
@@ -28,6 +29,7 @@ from fzero.common.flops import counter
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimation import zero_formulas as estimates
 from fzero.estimation.activation_trace import ActivationCounter, trace_activations
+from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
 from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
@@ -35,8 +37,10 @@ from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
 from fzero.plans.machine_model import MachineModel
+from fzero.plans.schedule_check import check_schedules
 from fzero.runtime import file_agreement
 from fzero.runtime.activation_checkpointing import Moves
+from fzero.runtime.sequencer import Sequencer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.storage import shard_io as staging
 from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
@@ -322,6 +326,32 @@ def test_the_order_on_paper_is_the_order_that_a_running_step_learns(
     step(step.init(), batch)
     trace = trace_activations(model, cfg, batch)
     assert order_of(step.plan, parts_of(step.plan, trace, MachineModel())) == step.schedule
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_micro_steps", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Uneven, Tied])
+def test_a_dry_run_executes_the_events_of_a_running_step(
+    kind: type[nn.Module], stage: int, num_micro_steps: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One by one: gathers, waits, releases, prefetches, flat gradients, reductions and their ends."""
+    cfg = config(stage) | {"gradient_accumulation_steps": num_micro_steps, "train_micro_batch_size_per_gpu": 2}
+    micro_batch = vectors(0, 2) if kind is Uneven else torch.zeros(2, 8, dtype=torch.int64)
+    whole = optree.tree_map(lambda x: torch.cat([x] * num_micro_steps), micro_batch)
+    batch = stacked([whole] * num_ranks)
+    counted = Counted(monkeypatch)
+    step = fzero.make_train_step(make(kind), cfg, mesh=fzero.comms.AbstractAxis("data", num_ranks))
+    ranks = LockstepRanks(step.recipe, num_ranks)
+    state, _ = ranks(ranks.init(), batch)
+    with recorded(Sequencer) as of_ranks, recorded(DryPass) as planned:
+        ranks(state, batch)
+        dry_run(ranks.plan, trace_activations(make(kind), cfg, micro_batch))
+    executed = list(of_ranks.values())
+    assert executed == [*planned.values()] * num_ranks
+    peak = check_schedules(executed, ranks.plan.unit_rules)
+    assert num_ranks == 1 or counted.most["gathers"] == 4 * peak
+    assert bool(peak) == (stage == 3)
 
 
 @pytest.mark.parametrize("cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16])

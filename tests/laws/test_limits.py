@@ -13,7 +13,6 @@ LARGER = {
     "fzero.runtime.eager.ForwardBackward": "one state machine, driven by calls of the model, of autograd and of the step",
     "fzero.runtime.offload.Offload": "one update in three placements; its streams and leaves are files of their own",
     "fzero.graph.schedule._Walk": "one pass over a graph, whose tables are its attributes: the captured twin of Sequencer",
-    "fzero.estimation.dry_pass.DryPass": "the dry twin of ForwardBackward, which one program will replace",
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
     "fzero.checkpoint.deepspeed.source.DeepSpeedFiles": "the attributes of a checkpoint, all read from DeepSpeed's files",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",

@@ -16,9 +16,8 @@ from fzero.plans import Event
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.stages import STAGES
-from fzero.plans.unit_scheduler import BOUNDARY, early
+from fzero.plans.unit_orders import AGREED, BOUNDARY, early, serve
 from fzero.runtime.reductions import zero_gaps
-from fzero.runtime.sequencer import KINDS, serve
 from fzero.storage.shard_io import own_shard
 from sharding import FlatLayout, Mesh
 from sharding.testing import layouts
@@ -101,7 +100,7 @@ def test_early_asks_about_the_unit_in_use_and_the_one_that_follows() -> None:
 
 # --- who is served -----------------------------------------------------------------------------------------------
 
-GATHER, REDUCE, BOUNDARIES = (KINDS.index(kind) for kind in ("gather", "reduce", "boundary"))
+GATHER, REDUCE, BOUNDARIES = (AGREED.index(kind) for kind in ("gather", "reduce", "boundary"))
 NOTHING = [-1, -1]
 
 
@@ -215,8 +214,8 @@ def test_a_gather_may_start_early_while_both_units_fit_into_the_most_live_elemen
     first, second = plan.units[:2]
     both = first.gathered_numel + second.gathered_numel
     for max_live, may in ((both, True), (both - 1, False)):
-        assert replace(plan, max_live=max_live).may_start_early(first.name, second.name) is may
-    assert not replace(plan, prefetch=0).may_start_early(first.name, second.name)
+        assert replace(plan, max_live=max_live).unit_rules.may_start_early(first.name, second.name) is may
+    assert not replace(plan, prefetch=0).unit_rules.may_start_early(first.name, second.name)
 
 
 def test_no_gather_starts_early_with_a_prefetch_bucket_of_zero() -> None:
@@ -227,4 +226,4 @@ def test_no_gather_starts_early_with_a_prefetch_bucket_of_zero() -> None:
     ):
         plan = fzero.plan(make(Odd), config(3, **sizes), world_size=2)
         first, second = plan.units[:2]
-        assert plan.may_start_early(first.name, second.name) is may
+        assert plan.unit_rules.may_start_early(first.name, second.name) is may

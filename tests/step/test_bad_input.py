@@ -14,6 +14,7 @@ import optree
 import pytest
 import torch
 from ranks import RankError, RankPool
+from schedules import recorded
 from torch import Tensor, nn
 from training import GLOBAL_BATCH, Plain, adamw, config, make, part, train, train_plainly, vectors
 
@@ -21,7 +22,10 @@ import fzero
 from fzero import CollectiveError, ConfigError, ScheduleError
 from fzero.comms import collectives, primitives
 from fzero.comms.pending import abandon
+from fzero.plans.schedule_check import check_schedules
+from fzero.plans.unit_orders import Event
 from fzero.runtime import MismatchError
+from fzero.runtime.sequencer import Sequencer
 from sharding import Mesh
 
 SECONDS = 20  # to tell an error on all ranks; the pool's own timeout, which a rank that waits in vain meets, is 120
@@ -626,6 +630,25 @@ def test_a_unit_that_some_ranks_skip_trains_with_zero_gradients_there(
 
 def _train(model: Any, data: Any, cfg: Any, num_steps: int, schedule: Any, **options: Any) -> Any:
     return train(model, data, cfg, num_steps=num_steps, schedule=schedule, **options)
+
+
+@pytest.mark.parametrize("schedule", ["learned", "negotiated"])
+@pytest.mark.parametrize(("world_size", "data"), [(2, skips_on_2), (3, skips_on_3)])
+def test_the_events_of_ranks_that_skip_units_pass_the_checker(
+    ranks: RankPool, world_size: int, data: Any, schedule: str
+) -> None:
+    """What each rank executes on tensors, in the steps that negotiate and in those that follow."""
+    rules = fzero.plan(make(Routed), config(3), world_size=world_size).unit_rules
+    steps_by_rank = ranks(world_size, _executed, data, schedule)
+    for step, executed in enumerate(zip(*steps_by_rank, strict=True)):
+        assert check_schedules(executed, rules) <= rules.most_gathered(alike=False), step
+    assert any(steps != steps_by_rank[0] for steps in steps_by_rank), "ranks use different units"
+
+
+def _executed(data: Any, schedule: Any) -> list[list[Event]]:
+    with recorded(Sequencer) as records:
+        train(Routed, data, config(3), num_steps=5, schedule=schedule)
+    return list(records.values())
 
 
 def turns_around(step: int) -> Any:

@@ -1,0 +1,96 @@
+"""`UnitRules`: what a plan says about gathers and reductions of units, in numbers: sizes, limits, kinds of memory.
+
+The unit scheduler reads nothing else of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Self
+
+from fzero.plans.flat_params import FlatParamPlan, UnitPlan
+from sharding import Mesh
+
+
+class FlatGrad(NamedTuple):
+    """What the scheduler knows of a trained flat buffer: its key, padded elements (P), whether this rank keeps the full
+    gradient, and the memory of that gradient."""
+
+    key: str
+    numel: int
+    is_full: bool
+    memory: Literal["device", "host", "nvme"]
+
+    @classmethod
+    def of(cls, buffer: FlatParamPlan, mesh: Mesh) -> Self:
+        is_full = buffer.grads.local_shape(mesh) == (buffer.padded_numel,)
+        return cls(buffer.key, buffer.padded_numel, is_full, buffer.grads.placement.kind)
+
+
+class UnitRule(NamedTuple):
+    """What the scheduler knows of a unit.
+
+    Attributes:
+        gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
+        num_staged: flat buffers whose shard stays in the memory that a file was read into while the unit is in use.
+        grads: its trained flat buffers.
+        remembers: whether the comm hooks of its reductions have a state.
+    """
+
+    gathered_numel: int
+    num_staged: int
+    grads: tuple[FlatGrad, ...]
+    remembers: bool
+
+    @classmethod
+    def of(cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, hook_states: Collection[str]) -> Self:
+        """The rule of a unit; `hook_states`: the keys of flat buffers whose reductions have a comm hook with a state."""
+        # On one shard the model computes with the very memory that a file was read into.
+        num_staged = sum(b.param_placement.kind == "nvme" for b in unit.buffers) if num_shards == 1 else 0
+        grads = tuple(FlatGrad.of(buffer, mesh) for buffer in unit.buffers if buffer.trainable)
+        return cls(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
+
+    @property
+    def reduced_numel(self) -> int:
+        """Padded elements of its full gradients."""
+        return sum(grad.numel for grad in self.grads)
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRules:
+    """What the scheduler knows of a plan; `Plan.unit_rules` is made once with the plan.
+
+    Attributes:
+        units: by name, in the order of their declaration.
+        world_size, num_shards: the number of ranks, and of the finest shards.
+        prefetches: whether the next unit may be gathered, and its shards loaded, while one is in use.
+        max_live: most gathered elements that are live after a prefetch.
+        max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
+        max_staged: most flat buffers in the memory that files are read into; None is any number.
+    """
+
+    units: dict[str, UnitRule]
+    world_size: int
+    num_shards: int
+    prefetches: bool
+    max_live: int
+    max_reducing: int
+    max_staged: int | None
+
+    def may_start_early(self, present: str, following: str) -> bool:
+        """Whether the unit `following` may be gathered while `present` is in use."""
+        one, other = self.units[present], self.units[following]
+        has_room = self.max_staged is None or one.num_staged + other.num_staged <= self.max_staged
+        return self.prefetches and has_room and one.gathered_numel + other.gathered_numel <= self.max_live
+
+    def most_gathered(self, *, alike: bool = True) -> int:
+        """Most gathered elements that are live or under way: a unit is in use while the next, or itself again, is gathered.
+
+        Args:
+            alike: whether every rank uses each unit that is gathered. If not, it takes part in other gathers meanwhile.
+        """
+        largest = max(unit.gathered_numel for unit in self.units.values())
+        if not alike:
+            return 2 * largest
+        return max(largest, min(2 * largest, self.max_live)) if self.prefetches else largest
