@@ -42,7 +42,8 @@ class HyperCheck:
         """
         is_known = state.step.device.type == "cpu"
         self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper
-        self.scale = float(state.loss_scale.scale) if hyper is None and is_known else None
+        scale = state.loss_scale.scale
+        self.scale = float(scale) if hyper is None and scale.device.type == "cpu" else None
         return zlib.crc32(repr((self.now, self.last if self.is_late else None, num_parts, self.scale)).encode())
 
     def used(self, hyper: Hyper) -> None:
