@@ -335,7 +335,7 @@ def test_every_capture_holds_the_collectives_of_stacked_ranks(runner: str) -> No
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("runner", [r for r in RUNNERS if r != "called"])
 def test_every_capture_holds_the_collectives_of_real_ranks(ranks: RankPool, runner: str, world_size: int) -> None:
     on_processes(
