@@ -25,15 +25,15 @@ class TrainState(NamedTuple, Generic[Leaf]):
     """
 
     step: Leaf
-    """Number of updates so far, without skipped ones (overflow); 0-d int64, on the CPU unless a step may be skipped."""
+    """Number of updates so far; skipped ones (overflow) do not count. 0-d int64, on the CPU unless a step may be skipped."""
     params: dict[str, Leaf]
     """Flat parameters that the model computes with: full (P) in stages 0–2, this rank's shard (S) in stage 3."""
     master: dict[str, Leaf]
-    """Flat tensors that the optimizer updates, where these are not `params` themselves: full (P) in stage 0, this rank's shard
-    (S) in stages 1–3."""
+    """Flat tensors that the optimizer updates, if these are not `params` themselves: full (P) in stage 0, this rank's shard (S)
+    in stages 1–3."""
     grads: dict[str, Leaf]
     """Memory in which every step accumulates its flat gradients from zero: full (P) in stages 0–1 (stage 1 reduces only this
-    rank's shard), this rank's shard (S) in stages 2–3. Between steps it holds leftovers of the update."""
+    rank's shard), this rank's shard (S) in stages 2–3. Between steps its contents are left over from the update."""
     optimizer: dict[str, Any]
     """The state of the transform, by trainable flat buffer: full in stage 0, this rank's shard in stages 1–3."""
     buffers: dict[str, Leaf]

@@ -1,4 +1,4 @@
-"""`make_train_step`: a model and a configuration become one function from state and batch to state and metrics.
+"""`make_train_step`: from a model and a configuration to one function, (state, batch) → (state, metrics).
 
 A step is the composition of the verbs, unit by unit (`fzero.runtime.eager` runs the first three lines as the model goes):
 
@@ -83,64 +83,65 @@ def make_train_step(
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
-    *Collective:* every rank of the job. Initializes the process group that torchrun describes, unless one exists already;
+    *Collective:* every rank of the job. It initializes the process group that torchrun describes, unless one exists already. It
     compares model and configuration of all ranks.
 
     Args:
         model: any module. Every step uses its structure; only `init` reads its weights, and nothing writes them:
             `model.to("meta")` after `init` frees them. A model on `meta` is initialized unit by unit.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)` for a mean over the weights of all
-            micro-batches and ranks (tokens, say); it calls `model` like the module. None calls the model with the batch
-            (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the
-            output if it is a scalar, its `.loss`, or its first item.
+        loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
+            micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls `model` like the module. None calls the
+            model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`)
+            and takes the output if it is a scalar, its `.loss`, or its first item.
         mesh: the ranks: a `sharding.Mesh`, or a bound axis. The stage shards the state over the mesh axis `"data"`; ranks
             along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or the mesh that
             `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks that do not
             exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
-            first match counts. `"params"` may be a function of name and parameter. The learning-rate schedule scales a
-            group's `lr` by the same factor as the configuration's.
+            first match counts. `"params"` may be a function of name and parameter. The learning-rate schedule multiplies a
+            group's `lr` by the same factor as the configuration's `lr`.
         transform: replaces the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; see `fzero.optim.transforms`.
-        gather_hook: the `CommHook`, without a state, that sends the parameters which stage 3 gathers in the forward, the
-            backward and `evaluate`: `fzero.comms.compressed(fzero.comms.quantize(8))`, say. None is the configuration's, or
-            exact.
-        reduce_hook: the `CommHook` that sends gradients along all axes of the mesh, or hooks by axis; with hooks, gradients
-            are summed along one axis after the other. Their states are in `state.hook_states`. Sums are sent exactly.
-        placements: where masters and optimizer tensors live, in place of the configuration's offload: by pattern,
-            `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
-            (`fzero.plans.placements`). The state then streams through each update, with the same bits on the CPU.
+        gather_hook: the `CommHook` for the parameters that stage 3 gathers in the forward, the backward and `evaluate`, for
+            example `fzero.comms.compressed(fzero.comms.quantize(8))`. It must have no state. None takes the configuration's, or
+            sends exactly.
+        reduce_hook: the `CommHook` that sends gradients along all axes of the mesh, or hooks by axis. With hooks, gradients are
+            summed along one axis after the other. The states of the hooks are in `state.hook_states`. Finished sums are sent
+            exactly.
+        placements: the memory of masters and optimizer tensors, in place of the configuration's offload. Pass a mapping of
+            patterns, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
+            (`fzero.plans.placements`). The state is then streamed through each update; on the CPU the result has the same bits.
         order: the order of the parameters within each flat buffer, in place of `round_robin_gradients`: a function from the
             number of parameters and of ranks to a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
-            checks your own), or a list of all parameters' names in the order wanted. None is the configuration's, else the
-            order of declaration. It decides which rank holds which part, and changes no number of the model.
-        donate: the step may write into the state it is given, which raises when it is used again. False works on a copy;
+            checks your own), or a list of all parameters' names in the order wanted. None takes the configuration's, else the
+            order of declaration. The order decides which rank holds which part; it changes no number of the model.
+        donate: whether the step may write into the state that it gets; using that state again raises. False works on a copy;
             state in files cannot be copied.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. It must
-            return the same on all ranks, which is checked: metrics are the same on all ranks, a rank's own loss is not.
+            return the same number on all ranks, which is checked. (Metrics are the same on all ranks, a rank's own loss is not.)
         schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on
             it in every step, for models whose units run in a data-dependent order; slower, and nothing is prefetched.
-        checkpoint: activation checkpointing: the modules that keep only their inputs for the backward, and run again in
-            it. n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 all of them, 2 the
-            first, the third and so on. A function of a module's name and the module picks the outermost modules for which
-            it is true; each should be no larger than a unit, because all parameters it uses are gathered while its backward
-            runs. None is `activation_checkpointing.every`. The numbers do not change, bit for bit (with generated code: to
-            rounding). With `compile="step"` each must be called as a module.
+        checkpoint: the modules for activation checkpointing: they keep only their inputs for the backward, and run again in it. A
+            number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks all of them, 2
+            the first, the third and so on. A function of a module's name and the module picks the outermost modules for which
+            it is true. Each should be no larger than a unit, because all parameters that it uses are gathered while its backward
+            runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with generated code: to
+            rounding). With `compile="step"` the model must call each as a module.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
-            place; where optimizer state lives in other memory, the graph ends before the update, and parameters must be on
-            the device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
+            place; if optimizer state lives in other memory, the graph ends before the update, and parameters must be on the
+            device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
             eagerly. None compiles nothing. Rank 0 logs how long a capture took; another batch shape is captured again.
             `evaluate` is not compiled with `"step"`.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
-        check_params: when the values of parameters are compared before and after a forward, which must not change them: in the
-            `"first"` forward of each kind (training, evaluation), or `"always"`. The comparison finds changes through `.data`,
-            and reads all parameters twice. A change that PyTorch counts is an error in every step.
-        seed: of initial values on `meta` (equal on all ranks) and of dropout (different on each).
+        check_params: when to compare the values of parameters before and after a forward: in the `"first"` forward of each kind
+            (training, evaluation), or `"always"`. A forward must not change parameters. The comparison finds changes through
+            `.data`, and reads all parameters twice. A change that PyTorch counts is an error in every step.
+        seed: the seed of initial values on `meta` (equal on all ranks) and of dropout (different on each rank).
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
-            `fzero.checkpoint.starts(folder)` of its checkpoint. Parameters whose optimizer state begins at another update than
-            that of others get flat buffers of their own, because a flat buffer counts its updates once.
+            `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
+            optimizer states begin at different updates get different flat buffers.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -163,7 +164,7 @@ def make_train_step(
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
-    """The update at which each parameter's optimizer state begins, in training that continues a step or a checkpoint."""
+    """The update at which each parameter's optimizer state begins, if training continues from a step or a checkpoint."""
     if not isinstance(after, TrainStep | Mapping):
         raise ValueError(
             f"make_train_step: after must be a step of make_train_step, or fzero.checkpoint.starts(folder) of a checkpoint, got "
@@ -177,13 +178,13 @@ def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict
 class TrainStep:
     """`step(state, batch)` → `(state, metrics)`; made by `make_train_step`.
 
-    Holds no tensors but scratch memory. The first step learns the order of collectives and which module buffers change;
+    It holds no tensors except scratch memory. The first step learns the order of collectives and which module buffers change;
     both are the same for every state.
 
     Attributes:
-        runtime: its parts on this rank: mesh, rules, offload, updater, what was learned.
+        runtime: its parts on this rank, such as mesh, rules, offload, updater, and the findings of the first calls.
         recipe: the arguments of `make_train_step`.
-        plan: units, flat buffers, bytes and what is sent; `print(step.plan)`.
+        plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: of this process.
         device: where the state is, and the batch must be.
@@ -206,7 +207,7 @@ class TrainStep:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether the ranks have agreed on everything that a first step agrees on; a step in one graph agrees on nothing."""
+        """Whether the ranks have made all agreements of a first step. (A step in one graph needs none.)"""
         return self.program is not None or self.runtime.learned.moving_buffers is not None
 
     def __call__(self, state: State, batch: Any) -> tuple[State, Metrics]:
@@ -215,7 +216,7 @@ class TrainStep:
         *Collective:* every rank, with batches of the same size. Sends `plan.sent_per_step`, and a few numbers.
 
         Args:
-            state: of `init` or the previous step; donated (see `make_train_step`).
+            state: the state from `init` or the previous step; it is donated (see `make_train_step`).
             batch: this rank's samples. With `gradient_accumulation_steps` it is cut into that many micro-batches along the
                 leading dimension of its tensors; or it is an iterator of micro-batches, and the next ones are taken.
 
@@ -223,7 +224,7 @@ class TrainStep:
             ValueError: the batch has another size than configured, the loss is no scalar, or a parameter was frozen or unfrozen.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: on this rank alone the units ran in an order that does not fit the learned one.
+            ScheduleError: on this rank, and not on all, the units ran in an order that does not fit the learned one.
             CollectiveError: another rank died or did not call.
         """
         run = self.runtime
@@ -235,19 +236,19 @@ class TrainStep:
             return next_state(run.rules, collected, state, finished.outcome)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
-        """Starts an accumulation window, to which the state is donated: `forward` and `backward`, once or often, then `update`.
+        """Starts an accumulation window, which takes the state. Then call `forward` and `backward`, once or often, and `update`.
 
             window = step.begin(state)
             outputs = step.forward(window, lambda: model(x))
             window = step.backward(window, criterion(outputs, y))
             state, metrics = step.update(window)
 
-        You may change or replace gradients of `window.state` that are in memory between the last two lines.
+        Between the last two lines you may change or replace those gradients of `window.state` that are in memory.
 
         Args:
-            measures_early: whether each gradient is measured for the norm when it is collected, while it is in the cache, as
-                `step(state, batch)` does. Then change gradients only in ways that PyTorch counts: in place, but not through
-                `.data`, a collective, NumPy or DLPack.
+            measures_early: whether the norm of each gradient is measured when it is collected, while it is in the cache, as
+                `step(state, batch)` does. Then change gradients only in ways that PyTorch's version counter sees: in place, but
+                not through `.data`, a collective, NumPy or DLPack.
         """
         return parts.begin(self.runtime, state, measures_early=measures_early)
 
@@ -256,17 +257,17 @@ class TrainStep:
     ) -> T:  # fmt: skip
         """Calls `function`, which may call the model, and returns its result; tensors in it carry the graph.
 
-        Uses the process' random state. Autograd keeps no gathered parameter; no collective is under way afterwards.
+        It uses the process' random state. Autograd keeps no gathered parameter alive, and no collective is under way afterwards.
 
         *Collective:* every rank, in the same order as the other parts of a step; in stage 3 each sends `(W-1)/W` of the
         parameters. An error ends the window on this rank, and the other ranks wait for it.
 
         Args:
-            window: of `begin`, or the last `backward`.
+            window: the window from `begin` or from the last `backward`.
             function: it must use the model's parameters through the model.
-            run: a name for forwards that use the units in the same order; each name learns its order.
-            still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all
-                its parameters are still in all forwards of a window.
+            run: a name for forwards that use the units in the same order. An order is learned for each name.
+            still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all its
+                parameters are listed in `still` in all forwards of a window.
         """
         return parts.forward(self.runtime, window, function, kind=run, still=still)
 
@@ -274,34 +275,34 @@ class TrainStep:
         self, window: AccumulationWindow, loss: Tensor, *, weight: Tensor | None = None, num_parts: int = 1,
         is_last: bool = True, keeps: bool = False,
     ) -> AccumulationWindow:  # fmt: skip
-        """Adds the gradients of a loss, of one or several forwards of this window, to those of the state.
+        """Adds the gradients of a loss, which comes from one or several forwards of this window, to the gradients of the state.
 
         *Collective:* every rank; see `Plan.sent_per_step`. An error ends the window, as in `forward`.
 
         Args:
-            window: of `begin`, or the last `backward`, which must not be used again.
+            window: the window from `begin` or from the last `backward`; it must not be used again.
             loss: a scalar; it is multiplied by the loss scale here.
-            weight: of a loss that is a sum; then all losses of the window are sums.
-            num_parts: the gradients are divided by it: the number of micro-steps over which the loss is a mean.
-            is_last: whether this is the last backward before the update: gradients kept in full are reduced now. A backward
-                after it reduces its own gradients, and adds them.
+            weight: the weight of a loss that is a sum; then all losses of the window must be sums.
+            num_parts: the number of micro-steps over which the loss is a mean; the gradients are divided by it.
+            is_last: whether this is the last backward before the update: gradients kept in full are reduced now. A further
+                backward reduces its own gradients, and adds them.
             keeps: whether the graph is kept, for another backward.
         """
         how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
         return parts.backward(self.runtime, window, loss, **how)
 
     def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> AbstractContextManager[None]:
-        """Inside, a backward of another step may run through forwards of this one (a generator's loss, through its
-        discriminator); it adds no gradients to the parameters of this step. Arguments as for `backward`.
+        """A context in which a backward of another step may run through forwards of this one (a generator's loss, through its
+        discriminator). It adds no gradients to the parameters of this step. Arguments: see `backward`.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
         return parts.passing(self.runtime, window, loss, keeps=keeps)
 
     def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
-        """Clips, skips an overflow, and updates with the gradients of a window, which ends here. Raises as `__call__` does.
+        """Ends a window: clips its gradients, skips an overflow, and updates. Raises the errors of `__call__`.
 
-        *Collective:* every rank; gathers updated parameters that every rank holds in full, and a few numbers.
+        *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
         """
         parts.check_window(window)
         run = self.runtime
@@ -314,7 +315,7 @@ class TrainStep:
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:
         """This rank's part of a new state.
 
-        *Collective:* every rank. Rank 0's values are used: each flat buffer is broadcast once.
+        *Collective:* every rank. All ranks get rank 0's values: each flat buffer is broadcast once.
 
         Args:
             params: a full state dict; None takes the model's present weights. Weights on `meta` are initialized.
@@ -323,9 +324,9 @@ class TrainStep:
         return first_state(self.runtime, params, init_fn)
 
     def gather(self, state: State, *, to: Literal["all", "rank0"] = "all") -> dict[str, Tensor]:
-        """The full state dict: the model's own names, floating tensors in fp32 (or fp64, if they are), on the CPU.
+        """The full state dict: the model's own names, floating tensors in fp32 (those of fp64 in fp64), on the CPU.
 
-        The weights are the masters' where there are masters. `to="rank0"` returns it on rank 0 alone, and `{}` on the others.
+        The weights are the masters, if there are any. `to="rank0"` returns it on rank 0 alone, and `{}` on the others.
 
         *Collective:* every rank; in stage 3, and with masters, each sends `(W-1)/W` of the parameters, unit by unit.
         """
@@ -334,20 +335,21 @@ class TrainStep:
     def weights(self, state: State) -> dict[str, Tensor]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters.
 
-        The state's own tensors, to be averaged into a tree of the same structure, say, for `with_weights`. Sends nothing.
+        These are the state's own tensors. Average them into a tree of the same structure, for example, and pass it to
+        `with_weights`. Sends nothing.
         """
         self.runtime.check_state(state)
         return self.runtime.weights(state)
 
     def with_weights(self, state: State, weights: Mapping[str, Tensor]) -> State:
-        """The state with other weights, for `evaluate`, `gather`, `save` and `save_16bit_model`: masters and parameters both.
+        """The state with other weights (masters and parameters), for `evaluate`, `gather`, `save` and `save_16bit_model`.
 
             ema = optree.tree_map(lambda mean, weight: torch.lerp(mean, weight, 0.01), ema, step.weights(state))
             loss = step.evaluate(step.with_weights(state, ema), batch)
 
         (`state._replace(master=…)` alone does not change the parameters that the model computes with.) The new state shares
-        tensors with the old one and with `weights`, so a donating step that takes one of them ends both.
-        `weights` holds flat buffers as in `step.weights`, in any floating dtype; others keep their weights.
+        tensors with the old one and with `weights`, so a donating step that takes one of the states makes both invalid.
+        `weights` holds flat buffers as in `step.weights`, in any floating dtype. Flat buffers that it lacks keep their weights.
 
         *Collective* where a rank holds a shard of the weights and full parameters: every rank; sends `(W-1)/W` of them.
         """
@@ -356,7 +358,7 @@ class TrainStep:
     def evaluate(self, state: State, batch: Any) -> Tensor:
         """The mean loss over ranks, in evaluation mode, without gradients; the state is unchanged.
 
-        The model computes with `state.params`; `with_weights` makes a state of other weights.
+        The model computes with `state.params`; `with_weights` makes a state with other weights.
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
@@ -364,9 +366,10 @@ class TrainStep:
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
-        unchanged. Arguments as for `forward`.
+        unchanged. Arguments: see `forward`.
 
-        For evaluation, and gradients of inputs, by autograd or torch.func: these keep the gathered parameters they need alive.
+        Use it for evaluation, and for gradients of inputs by autograd or torch.func. Such gradients keep the gathered parameters
+        that they need alive.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
@@ -375,24 +378,25 @@ class TrainStep:
     def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
 
-        For the state that a step with `metrics.overflow` returned. Reads the gradients, so on CUDA it waits for the device.
+        Pass the state that a step with `metrics.overflow` returned. The call reads the gradients, so on CUDA it waits for the
+        device.
 
         *Collective:* every rank; sends one number.
         """
         return parts.first_overflow(self.runtime, state)
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
-        """The same step with other learning rates, and optimizers with other hyper-parameters; it takes the same states.
+        """The same step with other learning rates and other hyper-parameters of optimizers. It takes the same states.
 
         Args:
-            rates: of each parameter group, in place of every schedule; the same on all ranks. Group 0 holds the parameters
-                that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
-            optimizers: of each parameter group, with the same state structure; None keeps those of this step.
+            rates: the learning rate of each parameter group, in place of every schedule; the same on all ranks. Group 0 holds the
+                parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
+            optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
         return _twin(self, self.runtime.following(rates, optimizers))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same step, which also reports its collectives to `observe`; it shares the model and what is captured.
+        """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
 
         It learns its order of collectives by itself. Each rank may call it or not.
         """
@@ -402,19 +406,19 @@ class TrainStep:
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
 
-        Works in every step, whatever its `compile` is, and on one rank alone. It computes, allocates, sends and changes
-        nothing: state and batch are tensors without memory (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
+        It works for every step, with any `compile`, and on one rank alone. It computes, allocates, sends and changes nothing:
+        state and batch are tensors without memory (`FakeTensorMode`), and tensors of `batch` may be on `meta`.
         """
         from fzero.graph.explain import trace
 
         return trace(self, batch)
 
     def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
-        """The schedule of a step: compute and collectives over time, and the gathered bytes under them.
+        """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
 
-        With a `batch`, the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An eager
-        step enters and leaves its units at the same places; Inductor fuses compute, and keeps the collectives and their order.
-        Without a batch, the schedule of the largest graph that ran. `print` it for a table, `draw()` for a picture.
+        With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
+        eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
+        order. Without a batch it is the schedule of the largest graph that ran. `print` it for a table, `draw()` for a picture.
 
         Times come from a simple model of a machine; they are not measured.
         """

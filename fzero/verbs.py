@@ -1,8 +1,8 @@
 """The four verbs that move model state: `shard`, `gather`, `reduce_scatter_grads`, `optimizer_update`.
 
-Each verb has two forms. The form for a tree is for anybody's tensors: the first three are pure functions of a pytree of tensors
-and a pytree of the same structure with a `sharding.TensorSpec` for every tensor. A leaf may have any shape: it is flattened and
-padded to P elements, and its shards are the W equal parts of that. A train step is the composition of the verbs:
+Each verb has two forms. The form for a tree takes any tensors. The first three verbs are pure functions of two pytrees of the
+same structure: one of tensors, and one with a `sharding.TensorSpec` for every tensor. A leaf may have any shape. It is flattened
+and padded to P elements, and cut into W equal shards. A train step is the composition of the verbs:
 
     params_P = gather(params_S, specs, axis)
     grads_P, loss = grad_and_value(loss_fn)(params_P, batch)
@@ -10,17 +10,17 @@ padded to P elements, and its shards are the W equal parts of that. A train step
     params_S, state_S = optimizer_update(transform, params_S, grads_S, state_S)
 
 The verbs obey three laws: gather ∘ shard = id, reduce_scatter_grads = shard ∘ mean, and the transpose of gather is
-W · reduce_scatter_grads. So the gradient of a loss of gathered shards is the sum over ranks of their gradients. (A `Replicated`
-leaf is gathered already, and its gradient is this rank's own.)
+W · reduce_scatter_grads. So if a loss is computed from gathered shards, its gradient is the sum of the gradients of all ranks. (A
+`Replicated` leaf is not gathered, so its gradient is this rank's own.)
 
-They are made of the primitives of `fzero.comms.primitives`. So they work in autograd, `torch.func`, `torch.compile` and
-`make_fx`, and on every axis: an axis is the group of ranks that share the tensors, and a leaf is this rank's. For ranks that are
-simulated in one process, call the verbs inside of `fzero.comms.Stacked.each`.
+The verbs consist of the primitives of `fzero.comms.primitives`. So they work in autograd, `torch.func`, `torch.compile` and
+`make_fx`, and on every axis. An axis is the group of ranks that share the tensors; each rank passes its own leaves. For ranks
+that are simulated in one process, call the verbs inside of `fzero.comms.Stacked.each`.
 
-The form for a flat buffer of a plan (`start_gather`, `start_reduce_scatter_grads`, `start_sum_replicas`, `start_join`) is what
-`make_train_step` sends with, eager, captured, in lockstep and stacked; nothing else sends parameters or gradients. It works on a
-mesh of any axes, goes through the plan's comm hooks, and returns at once. It adds gradients up; the factor that makes a mean of
-their sum is applied by the update (`fzero.runtime.finish`), together with that of clipping.
+`make_train_step` sends with the form for a flat buffer of a plan (`start_gather`, `start_reduce_scatter_grads`,
+`start_sum_replicas`, `start_join`), in eager, captured, lockstep and stacked steps. Nothing else sends parameters or gradients.
+It works on a mesh of any axes, goes through the plan's comm hooks, and returns at once. It sums gradients. The update multiplies
+the sum by the factor that makes it a mean, together with the factor of clipping (`fzero.runtime.finish`).
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks; on a mesh of several axes F·S, F shards.
 """
@@ -82,7 +82,7 @@ def shard(tree: Any, specs: Any, axis: Axis) -> Any:
 
     def one(x: Tensor, partition: Partition) -> Tensor:
         x_P, rank = pad(x.reshape(-1), partition), axis.rank
-        if isinstance(rank, Tensor):  # of stacked ranks
+        if isinstance(rank, Tensor):  # a number of stacked ranks
             return x_P.view(axis.size, partition.shard_numel).index_select(0, rank.view(1)).view(-1)
         return take_shard(x_P, partition, rank).clone()
 
@@ -103,7 +103,7 @@ def gather(tree: Any, specs: Any, axis: Axis) -> Any:
         A tree of the same structure, each tensor with the shape of its spec.
 
     Raises:
-        ValueError: a leaf has not the length of its spec's shard, or a spec names another axis.
+        ValueError: the length of a leaf differs from its spec's shard, or a spec names another axis.
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
@@ -113,7 +113,7 @@ def gather(tree: Any, specs: Any, axis: Axis) -> Any:
 
 
 def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
-    """The mean over all ranks of their full gradients: this rank's shard of it, or the full mean for a `Replicated` spec.
+    """The mean of all ranks' gradients: this rank's shard of it for a `Sharded` spec, the full mean for a `Replicated` one.
 
     `Partial` leaves are returned unreduced. Sums are made in rank order.
 
@@ -153,7 +153,7 @@ def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) 
         state: the same structure, with the transform's state in place of each tensor.
 
     Returns:
-        The new parameters and the new state, structured as the old ones.
+        The new parameters and the new state, with the structure of the old ones.
     """
     leaves, treespec = optree.tree_flatten(params)
     grad_leaves = treespec.flatten_up_to(grads)
@@ -180,10 +180,10 @@ def start_gather(
     out: Tensor | None = None,
     label: Label = GATHER,
 ) -> Pending:
-    """Starts the gather of a flat buffer's parameters, from this rank's part to all P elements.
+    """Starts to gather a flat buffer's parameters, from this rank's part to all P elements.
 
-    *Collective:* every rank along `buffer.flow.gathers_over`; sends `(F-1)/F · P` elements. Where that names no axis every rank
-    holds all parameters: nothing is sent, and `shard` itself is the result.
+    *Collective:* every rank along `buffer.flow.gathers_over`; sends `(F-1)/F · P` elements. If there is no such axis, every rank
+    holds all parameters: nothing is sent, and the result is `shard` itself.
 
     Args:
         shard: `buffer.flow.param_numel` elements.
@@ -205,13 +205,13 @@ def start_reduce_scatter_grads(
     held_S: Tensor | None = None,
     label: Label = REDUCE,
 ) -> Sending:
-    """Starts the sum of a flat buffer's gradients over all ranks: this rank's shard of it (S), in stage 0 all of it (P).
+    """Starts to sum a flat buffer's gradients over all ranks. The result is this rank's shard (S), in stage 0 all of it (P).
 
     *Collective:* every rank; sends `(F-1)/F · P` elements for a shard, twice that for all, and `2(R-1)/R · S` over R replicas.
 
     Args:
         full_P: this rank's gradient in `buffer.flow.send_dtype`; it may be overwritten.
-        states: of the comm hooks, by axis.
+        states: the states of the comm hooks, by axis.
         is_last: whether this is the last micro-step; in earlier ones shards are not summed over the replicate axes.
         out_S, held_S: see `AxisMesh.start_reduce_scatter`.
     """
@@ -231,7 +231,7 @@ def start_sum_replicas(
     states: Mapping[str, State] = {},
     label: Label = REDUCE,
 ) -> Sending:
-    """Starts the sum over the replicate axes of shards that micro-steps have added up (`buffer.flow.sums_late`), in place.
+    """Starts to sum accumulated shards over the replicate axes, in place, after the last micro-step (`buffer.flow.sums_late`).
 
     *Collective:* every rank along these axes; sends `2(R-1)/R · S` elements over R replicas.
     """
@@ -246,9 +246,9 @@ def start_join(
     out: Tensor | None = None,
     label: Label = OTHER,
 ) -> Pending:
-    """Starts the gather of updated shards, where a rank holds more of the parameters than it updates.
+    """Starts to gather updated shards. Needed if a rank holds more of the parameters than it updates.
 
-    *Collective:* every rank along `buffer.flow.joins_over`; sends what a rank holds less what it updates.
+    *Collective:* every rank along `buffer.flow.joins_over`; a rank sends as many elements as it holds but does not update.
 
     Args:
         updated_S: `buffer.flow.updated_numel` elements; may be this rank's part of `out`.

@@ -1,11 +1,11 @@
-"""Axes: values that say which ranks take part in a collective, in place of a process group.
+"""Axes: an axis is a value that determines which ranks take part in a collective. It replaces a process group.
 
 - `ProcessAxis`: this process is one rank of a torch.distributed group, or one rank alone where there is no group.
 - `LockstepAxis`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`).
 - `AbstractAxis`: a number of ranks without processes, for plans and schedules made before there is a job.
 
-In a captured graph an axis is a `fzero.comms.traced.TracedAxis`; ranks that are a dimension of tensors have a
-`fzero.comms.stacked.StackedAxis`. In a mesh of several axes `fzero.comms.process_group.along` makes a rank's axes.
+A captured graph has a `fzero.comms.traced.TracedAxis`. If the ranks are a dimension of tensors, they have a
+`fzero.comms.stacked.StackedAxis`. On a mesh of several axes `fzero.comms.process_group.along` makes the axes of a rank.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401 - later, its functions' defaults would hold the group of that time and its connections
+import torch.distributed.nn  # noqa: F401 - imported later, its functions' defaults would keep that time's group and connections
 
 from fzero.comms.lockstep import Hub
 from fzero.comms.records import CommRecord
@@ -39,7 +39,7 @@ class ProcessAxis:
         name: the mesh axis.
         size: number of ranks W.
         rank: the rank of this process.
-        group: the torch.distributed group; None is the default group (one rank alone never communicates).
+        group: the torch.distributed group; None takes the default group (one rank alone never communicates).
         observe: called with a `CommRecord` for every collective, before it starts.
         mesh: the mesh of several axes whose ranks this axis joins into one; None if there is only this axis.
 
@@ -98,13 +98,13 @@ class LockstepAxis:
 
 @dataclass(frozen=True, slots=True)
 class AbstractAxis:
-    """One rank of `size` along the mesh axis `name`, without a process: plans and schedules take it, and no step runs on it.
+    """One rank of `size` along the mesh axis `name`, without a process: for plans and schedules; no step can run on it.
 
     Args:
         name: the mesh axis.
         size: number of ranks W.
         rank: the rank that is planned for.
-        backend: `"nccl"` captures the named collectives, `"gloo"` those that replace them on gloo.
+        backend: `"nccl"` captures the named collectives, `"gloo"` the collectives that replace them on gloo.
         mesh: as for `ProcessAxis`; see `of`.
 
     >>> AbstractAxis("data", 1024).rank
@@ -144,7 +144,7 @@ class AbstractAxis:
 
 
 Bound = ProcessAxis | LockstepAxis
-"""An axis of which this process, or this thread, is one rank."""
+"""An axis to which this process, or this thread, belongs as one rank."""
 
 
 def observed(axis: Bound, observe: Callable[[CommRecord], None]) -> Bound:

@@ -1,8 +1,8 @@
 """Codecs: flat tensors written in fewer bytes, with a bound on the error.
 
 A codec is a pair of pure functions: `encode` turns numbers into bytes, `decode` turns bytes into numbers. It works along the
-last dimension and keeps leading ones (ranks, rows). The number of bytes depends only on the number of elements, so that every
-rank knows how much arrives.
+last dimension and keeps leading ones (ranks, rows). The number of bytes depends only on the number of elements. So every rank
+knows how many bytes arrive.
 
     quantize(bits, block)   a signed integer for each element and a scale for each block (ZeRO++ §4.1, §4.3)
     cast(dtype)             another floating dtype
@@ -49,7 +49,7 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory, read along the last dimension as another dtype."""
     if not x.numel():
         return x.new_empty((*x.shape[:-1], 0), dtype=dtype)
-    if dtype.itemsize > x.element_size():  # `x` or its rows may start at addresses that the wider dtype does not allow
+    if dtype.itemsize > x.element_size():  # `x` or its rows may start at an address that the wider dtype does not allow
         return x.clone(memory_format=torch.contiguous_format).view(dtype)
     return x.contiguous().view(dtype)
 
@@ -100,7 +100,7 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
     if isinstance(block, bool) or not isinstance(block, int) or block < 2 or block % 2:
         raise ValueError(f"quantize: block must be an even number of elements, got {block!r}; 256 say")
     most = 2 ** (bits - 1) - 1
-    steepest = torch.finfo(torch.float32).max / most * (1 - 2**-22)  # `most` times it is finite, whatever the rounding
+    steepest = torch.finfo(torch.float32).max / most * (1 - 2**-22)  # most · steepest is finite, however it rounds
 
     def num_blocks(numel: int) -> int:
         return -(-numel // block)

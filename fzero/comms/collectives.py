@@ -1,12 +1,12 @@
 """Collectives along an axis.
 
-A collective takes an *axis* (`fzero.comms.axes`), a value that says which ranks take part, never a process group.
-Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis`, whose collectives are operators of
-a graph, it has ended already.
+A collective takes an *axis* (`fzero.comms.axes`), a value that determines which ranks take part. It never takes a process group.
+Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis`, whose collectives are operators of a
+graph, the `Pending` has ended already.
 
-On NCCL the named collectives are the fast ones. On gloo, except for an all-reduce of two ranks, they are slow: an
-all-gather and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast.
-The sum in rank order (x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage or the slice.
+On NCCL the backend's own collectives are fast. On gloo they are slow, except for an all-reduce of two ranks. There, an all-gather
+and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in rank order
+(x[0] + x[1] + …) also fixes the bits: they do not depend on the layout, the stage or the slice.
 
 Shapes: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -41,7 +41,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 class GraphAxis(Protocol):
-    """An axis whose collectives are operators on values, in a graph or on stacked ranks; `TracedAxis` describes each."""
+    """An axis whose collectives are operators on values, in a graph or on stacked ranks. `TracedAxis` documents the methods."""
 
     @property
     def name(self) -> str: ...
@@ -63,9 +63,9 @@ def waited() -> dict[str, float]:
 
 
 def next_step(axis: Bound) -> None:
-    """Starts the numbers of collectives again from 1; steps of a rank alone do not count.
+    """Starts to number collectives from 1 again; a step of a single rank is not counted.
 
-    If a rank does not come to a collective, the ranks are compared by these numbers.
+    If a rank does not come to a collective, the report compares the ranks by these numbers.
     """
     if isinstance(axis, ProcessAxis) and axis.size > 1:
         HERE.next_step()
@@ -88,7 +88,7 @@ def start_all_gather(
 
     Args:
         full_P: None makes a new tensor.
-        after: the collective that writes `shard_S`, which must be a slice of `full_P` then; this one waits for it, and the
+        after: the collective that writes `shard_S`, which must then be a slice of `full_P`. This collective waits for it; the
             caller does not.
     """
     if not isinstance(axis, Bound):
@@ -142,7 +142,7 @@ def start_reduce_scatter(
         return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), None, sum_S)
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
-    # The first shard that arrives is written into the result's own memory, unless that is a summand.
+    # The first shard that arrives is written into the memory of the result, unless this memory is a summand.
     is_summand = sum_S.data_ptr() == full_WS[axis.rank].data_ptr()
     buffers = [*([] if is_summand else [sum_S]), *full_P.new_empty(len(others) - (not is_summand), shard_numel)]
     received = dict(zip(others, buffers, strict=True))
@@ -207,8 +207,8 @@ def start_all_reduce(
     _report_all_reduce(full_P, axis, label)
     is_at_once = after is None or full_P.is_cuda
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:
-        # Two summands have only one order, and so the same bits. gloo pairs the collectives of a group by their number. If a
-        # thread of its own started this one later, it could be paired with another one on the other rank.
+        # Two summands give the same bits in either order. gloo pairs the collectives of a group by their number. If a separate
+        # thread started this collective later, gloo could pair it with a different one of the other rank.
         return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), None, full_P)
     halves = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
@@ -218,7 +218,7 @@ def start_all_reduce(
 
 
 def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
-    """The axis for the two halves of an all-reduce of `full_P`, a reduce-scatter and an all-gather, reported here as one."""
+    """The axis for the two halves of an all-reduce (a reduce-scatter, an all-gather), which are reported here as one."""
     if not isinstance(axis, Bound):
         return axis
     _report_all_reduce(full_P, axis, label)
@@ -260,7 +260,7 @@ def _without_sending(label: Label, out: Tensor, after: Pending | None, source: T
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
-    """Starts a collective of torch.distributed: at once, or (on CUDA) on a stream of its own that waits for `after`."""
+    """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`."""
 
     def start() -> list[dist.Work]:
         try:
@@ -275,23 +275,23 @@ def _start(
     if after is None:
         return start()
     stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):  # it waits for `after`, and the compute does not
+    with torch.cuda.stream(stream):  # this stream waits for `after`, and the stream of the compute does not
         return start()
 
 
 def _swap(
     received: dict[int, Tensor], sent: dict[int, Tensor], axis: Bound, after: Pending | None = None
 ) -> Future[list[dist.Work]] | Letters:
-    """Starts to receive a tensor from each of some ranks of `axis`, and to send one to each of some.
+    """Starts to receive one tensor from each rank in `received`, and to send one to each rank in `sent`.
 
-    Sends between two ranks arrive in the order in which they were started. A separate thread starts them, because gloo begins
-    to copy at once and would delay the compute.
+    Tensors between two ranks arrive in the order in which they were sent. A separate thread starts the sends, because gloo begins
+    to copy immediately and would delay the compute.
     """
     if isinstance(axis, LockstepAxis):
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
-    group = axis.group or dist.group.WORLD  # read now: at a late start there may be another default group
+    group = axis.group or dist.group.WORLD  # read now: at a late start the default group may be another one
     transfers: list[tuple[Callable[..., Any], int, Tensor]]
     transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
     transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
@@ -309,7 +309,7 @@ def _swap(
 
 
 def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAxis) -> Letters:
-    """The same in lockstep: sends copies, one for all ranks that get the same tensor."""
+    """`_swap` for ranks in lockstep: sends copies, one for all ranks that get the same tensor."""
     copies, me = {id(x): x.clone() for x in sent.values()}, axis.global_rank(axis.rank)
     for rank, x in sent.items():
         axis.hub.send(me, axis.global_rank(rank), copies[id(x)])
@@ -354,7 +354,8 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
 def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
-    *Collective:* every rank of `axis`; sends the length of its packed value, and then as many bytes as the longest one has.
+    *Collective:* every rank of `axis`; sends the length of its packed value, and then as many bytes as the longest packed value
+    has.
 
     Args:
         value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. A received value cannot name a
@@ -373,10 +374,10 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
 
 
 def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
-    """Every rank's number, in rank order, outside of the order of collectives; None unless all ranks call it within `seconds`.
+    """Every rank's number, in rank order, outside the order of collectives; None unless all ranks call this within `seconds`.
 
-    For a rank that does not know whether the others are at the same place. It sends no tensors; it writes to the job's store
-    and reads there.
+    This is for a rank that does not know whether the others are at the same place. It sends no tensors, but writes to the job's
+    store and reads from it.
     """
     if axis.size == 1:
         return [value]
@@ -405,12 +406,12 @@ def swap(
 ) -> None:
     """Receives tensors from some ranks, and sends tensors to some; returns when all have arrived.
 
-    *Collective* of the named ranks only: every tensor that one rank sends, another must receive, in the same order for each
-    pair of ranks. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
+    *Collective* of the named ranks only: for each pair of ranks, one must receive the tensors that the other sends, in the same
+    order. A rank that has nothing to send or to receive need not call it. Sends the elements of `sent`.
 
     Args:
         received: the ranks to receive from, each with the memory to write; contiguous.
-        sent: the ranks to send to, each with its tensor; contiguous, and one tensor may go to several ranks.
+        sent: the ranks to send to, each with its tensor; contiguous. One tensor may go to several ranks.
     """
     for _, x in sent:
         _report(axis, "swap", label, x.numel(), x)

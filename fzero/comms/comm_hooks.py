@@ -4,7 +4,7 @@ A comm hook is a pair of pure functions over the ranks of an axis. Each takes a 
 
     exact()                            sends the numbers unchanged
     compressed(codec)                  sends them encoded: fewer bytes, and an error within the codec's bound
-    error_feedback(compressed(codec))  the same, and adds the error of one round to the numbers of the next one
+    error_feedback(compressed(codec))  the same, and adds the error of one round to the numbers of the next round
     reset_every(hook, every=n)         the same as `hook`, with a new state every n rounds
 
 `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions are ZeRO++ (Wang et al. 2023, qwZ and qgZ);
@@ -38,7 +38,7 @@ from fzero.comms.traced import in_order
 
 State = Any
 Axis = Bound | GraphAxis
-"""An axis of which this is one rank, or one of a graph or of stacked ranks."""
+"""An axis to which this rank belongs, or an axis of a graph or of stacked ranks."""
 
 
 class Sending(NamedTuple):
@@ -64,13 +64,14 @@ class CommHook(NamedTuple):
     Attributes:
         name: shown in tables; the same on all ranks.
         nbytes: (N elements, bytes of each) → B.
-        init: makes the state, from a tensor like the one that a rank sends in a round; None for a hook without a state. Its
-            floating-point leaves are in the units of the numbers that are sent.
+        init: makes the state, from a tensor like the one that a rank sends in a round; None for a hook without a state. The
+            floating-point leaves of a state have the scale of the numbers that are sent.
         start_gather: this rank's shard (S), the axis and the state → the shards of all ranks in rank order (P), and the new
             state. The result may be written into `full_P`.
         start_reduce_scatter: this rank's summand (P), … → this rank's shard of the sum (S), and the new state. The result may
-            be written into `out_S`; `after` is the collective that writes the summand, and must end before that is read.
-        lossy: the numbers that other ranks receive when these are sent, (…, N) → (…, N).
+            be written into `out_S`; `after` is the collective that writes the summand, which must not be read before `after` has
+            ended.
+        lossy: numbers to send → the numbers that other ranks receive for them, (…, N) → (…, N).
     """
 
     name: str
@@ -184,7 +185,7 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
 
     Args:
         hook: the comm hook to correct; it must have no state.
-        decay: the weight of the old error beside the new one: error ← decay · error + (1 - decay) · lost.
+        decay: the weight of the old error against the new one: error ← decay · error + (1 - decay) · lost.
     """
     _check_hook("error_feedback", hook)
     if isinstance(decay, bool) or not isinstance(decay, int | float) or not 0 <= decay < 1:
@@ -285,7 +286,7 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
 def _make_after(
     make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
 ) -> tuple[Tensor, Pending | None]:
-    """A tensor, and the collective that must end before it can be read: it is made now, or when `after` has ended."""
+    """A tensor that is made now or when `after` has ended, and the collective that must end before the tensor can be read."""
     if after is None or after.has_ended:
         return make(), None
     made = like.new_empty(shape, dtype=dtype)
@@ -298,7 +299,7 @@ def _copy_into(out: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Ten
 
 
 def _start_coded(start: Callable[[Axis], Pending], axis: Axis, before: int, after: int) -> Pending:
-    """Starts a collective whose records count elements before they are encoded; `before` and `after` are lengths of a row."""
+    """Starts a collective that is recorded with the number of elements before encoding; `before`, `after`: lengths of a row."""
     if not isinstance(axis, Bound):
         with torch.fx.traceback.annotate({"coded": (before, after)}):
             return start(axis)
@@ -309,6 +310,6 @@ def _start_coded(start: Callable[[Axis], Pending], axis: Axis, before: int, afte
 
 
 def _rows(full: Tensor, axis: Axis) -> Tensor:
-    """The part for each rank: (P) → (W, S)."""
+    """The parts for the ranks: (P) → (W, S)."""
     rows: Tensor = rearrange(full, "(rank shard) -> rank shard", rank=axis.size)
     return rows

@@ -1,7 +1,7 @@
 """The watch over the default process group: how long a collective waits, and the error when it does not end.
 
-`keep_watch` starts a thread that answers for this rank (`fzero.comms.watchdog`) and makes the place where the ranks meet
-(`fzero.comms.meeting`). `failed` asks all ranks what they do, and makes a `CollectiveError` that names the missing ones.
+`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.watchdog`), and makes the meeting place of the
+ranks (`fzero.comms.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that names the missing ones.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
 _PROBE = 0x70726F62
 """The tag of a message that tests whether a rank is alive; no rank receives it."""
 _PROBES: list[Any] = []
-"""The sends of such messages, which never end."""
+"""The sends of these messages. They never end."""
 
 
 class _Watch(NamedTuple):
@@ -73,11 +73,11 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta:
 def failed(label: Label | str, error: Exception) -> CollectiveError:
     """The error to raise in place of the one that torch.distributed raised.
 
-    First all ranks are asked what they do, so that the error names those that are missing.
+    It first asks all ranks where they are, so that the error can name the missing ranks.
     """
     HERE.waits.setdefault(get_ident(), label)  # a captured step did not set it
     cause = f"torch.distributed said: {error}"
-    with suppress(RuntimeError):  # of a store that ended with its rank
+    with suppress(RuntimeError):  # from a store that ended with its rank
         if _WATCHES and _WATCHES[-1].meeting.store.check(["alone"]):
             return CollectiveError(f"{label}: {_WATCHES[-1].meeting.store.get('alone').decode()}. {cause}")
     is_late = re.search(r"time(d|-| )*out", str(error), re.IGNORECASE) is not None
@@ -103,7 +103,7 @@ def keep_watch() -> None:
     store = dist.distributed_c10d.PrefixStore(f"fzero-watch-{group.group_name}", own.clone())
     on_cuda = "nccl" in str(dist.get_backend_config())
     limit = timeout_of_group(group).total_seconds()
-    # NCCL ends the process at its own timeout, whose clock starts a little before the host stops moving.
+    # NCCL ends the process at its own timeout, which starts a little before the host stops.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
     is_stuck = _is_device_stuck if on_cuda else None
     rank, notified = dist.get_rank(), Notified(store, dist.get_rank())
@@ -121,7 +121,7 @@ def end_watch() -> None:
 
 
 def meet(call: str, axis: Bound) -> None:
-    """Returns when every rank of the axis has come to this call; for the start of calls that all ranks must make.
+    """Returns when every rank of the axis has come to this call; called at the start of calls that all ranks must make.
 
     *Collective:* every rank of `axis`; sends some numbers to the job's store.
 

@@ -1,7 +1,7 @@
-"""The ranks of a job in one process, in lockstep, with the same bits as in one process each.
+"""The ranks of a job in one process, in lockstep. The results have the same bits as with one process per rank.
 
-Each rank is a thread. One thread runs at a time, until it needs a message that has not been sent yet; then the next rank that
-can continue runs. So every rank runs the code of a job, and only the transport of messages differs. Each rank has its own
+Each rank is a thread, and one thread runs at a time. When it needs a message that has not been sent yet, the next rank that can
+continue runs. So every rank runs the code of a job, and only the transport of messages differs. Each rank has its own
 random numbers: the state of torch's generator on the CPU is saved when a rank stops, and restored when it continues. Kernels
 use as many threads as in the calling thread, because that number decides how their sums are split.
 """
@@ -25,7 +25,8 @@ class StuckError(RuntimeError):
 class Hub:
     """Carries messages between `size` ranks of one process.
 
-    The n-th message that `expect` names for two ranks is the n-th one that was sent between them, whenever it is received.
+    The n-th call of `expect` for a source and a target names the n-th message sent between them, in whatever order they are
+    received.
 
     >>> def swap(rank: int) -> str:
     ...     hub.send(rank, 1 - rank, f"of rank {rank}")
@@ -52,12 +53,12 @@ class Hub:
     def run(self, function: Callable[[int], T]) -> list[T]:
         """The results of `function(rank)` on every rank, in order.
 
-        When all have ended, raises the error of the first rank that did not just wait for another one.
+        When all have ended, it raises the error of the first rank whose error is not only that it waited for another rank.
         """
         self._clear()
         results: list[Any] = [None] * self.size
         errors: list[tuple[int, BaseException]] = []
-        # OpenMP keeps the number of its threads per thread: a new thread would take the number of the environment.
+        # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
         num_threads = torch.get_num_threads()
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, function, results, errors, num_threads), daemon=True)
@@ -71,7 +72,7 @@ class Hub:
             for thread in threads:
                 thread.join()
         finally:
-            self._is_stuck = True  # ends ranks that still wait after an interrupt
+            self._is_stuck = True  # after an interrupt, ends the ranks that still wait
             torch.set_rng_state(process_rng)
         if errors:
             rank, error = min(errors, key=lambda found: isinstance(_origin(found[1]), StuckError))

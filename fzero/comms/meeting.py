@@ -1,11 +1,11 @@
-"""Meetings of ranks before a call that every rank must make: a rank that calls it alone gets an error and not a crash.
+"""Meetings of ranks before a call that every rank must make. A rank that makes the call alone gets an error instead of a crash.
 
-A rank that saves alone would send its tensors to ranks that are in a step. They would take them for tensors of the step, and
-gloo aborts a process in C++ if sizes differ. So the ranks meet first, at the job's store:
+For example, if one rank alone saved, it would send its tensors to ranks that are in a step. These would receive them as tensors
+of the step, and gloo aborts a process in C++ if sizes differ. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
 2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs (`fzero.comms.watchdog`) answer
-   while nothing moves.
+   while the rank starts no collectives.
 3. A rank will not come if it is in another call, waits for a collective that the asking rank has not begun, or has left the
    job. If this holds for all missing ranks, the waiting ones raise.
 """
@@ -23,14 +23,14 @@ from contextlib import suppress
 from fzero.comms.watchdog import HERE, Store, ranks_of, where
 
 MOMENT = 1.0
-"""Seconds that a rank waits before it asks the others."""
+"""The seconds that a rank waits before it asks the others."""
 MOST = 30.0
 """The longest time between two questions, in seconds."""
 BARRIER = "torch.distributed.barrier"
 
 
 class LoneCallError(RuntimeError):
-    """Some ranks made a call that every rank must make, and the others will not come; the message names them."""
+    """Some ranks made a call that every rank must make, and the other ranks will not make it; the message names these."""
 
 
 class Meeting:
@@ -138,7 +138,7 @@ class Meeting:
 
 
 def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
-    """Why a rank will not come, by its answer; None if it may come.
+    """The reason why a rank will not come, from its answer; None if it may come.
 
     >>> _reason({"call": None, "waits": "gather a", "place": [2, 7]}, (2, 6))
     'waits for gather a'
@@ -157,13 +157,13 @@ def _reason(its: dict[str, object], mine: tuple[int, int]) -> str | None:
 
 
 class Notified:
-    """Answers the questions of other ranks for this rank, each question once."""
+    """Answers other ranks' questions about this rank, each question once."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.store, self.rank, self._answered = store, rank, 0
 
     def answer(self) -> None:
-        """Answers a new question, if there is one. To be called while nothing has moved here for a while."""
+        """Answers a new question, if there is one. Call it when this rank has started no collective for a while."""
         if not self.store.check(["asks"]) or (asked := self.store.add("asks", 0)) == self._answered:
             return
         self._answered = asked

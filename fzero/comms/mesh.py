@@ -1,12 +1,12 @@
-"""The axes of a mesh, and the collectives along several axes, each made of collectives along one axis.
+"""The axes of a mesh, and collectives along several axes. Each of these is a sequence of collectives along one axis.
 
 Shards are cut along the major axis first. So an all-gather joins neighbours along the minor axis first. A reduce-scatter
-starts with the major axis: the traffic along minor axes is divided by the size of the major one. On a mesh of one axis each
-is a single collective.
+starts with the major axis: the traffic along minor axes is divided by the size of the major one. On a mesh of one axis, each of
+them is a single collective.
 
-A collective is given the tensor in which the result of the one before will be (`Pending.out`), and waits for it (`after`). So
-the same lines serve axes of processes, of ranks in lockstep (where `out` is memory of the caller), of a graph and of stacked
-ranks (where `out` is a value, and no memory is chosen).
+A collective gets the tensor that will hold the result of the previous collective (`Pending.out`), and waits for that collective
+(`after`). So the same code works on axes of processes and of ranks in lockstep (where `out` is memory of the caller), and on axes
+of a graph and of stacked ranks (where `out` is a value, and no memory is chosen).
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
@@ -63,7 +63,7 @@ class AxisMesh(Generic[AnyAxis]):
 
     Args:
         world: all ranks of the job; on one axis, that axis.
-        axes: the axes of the finest division into shards, major first (`Plan.axes`).
+        axes: the axes over which the finest shards lie, major first (`Plan.axes`).
         replicate_axes: the axes along which other ranks hold the same shards (`Plan.replicate_axes`).
     """
 
@@ -106,7 +106,7 @@ class AxisMesh(Generic[AnyAxis]):
         pending = None
         for axis in reversed(axes):
             x, target = _out(pending, shard_S), targets.pop()
-            if _is_hooked(axis, x, hooks):  # it waits for no other collective
+            if _is_hooked(axis, x, hooks):  # a comm hook does not wait for another collective
                 x = x if pending is None else pending.wait()
                 pending = _into(
                     target, hooks[axis.name].start_gather(x, axis, None, full_P=target, label=label).pending
@@ -182,7 +182,7 @@ class AxisMesh(Generic[AnyAxis]):
         return self.start_all_gather(shard, None, axes, hooks=hooks, label=label).wait()
 
     def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
-        """The small tensors of all shards, along a new first dimension. *Collective:* every rank of `axes`."""
+        """Stacks the small tensors of all shards along a new first dimension. *Collective:* every rank of `axes`."""
         *majors, minor = self.axes
         rows = collectives.stack(x, minor, label=label)
         for axis in reversed(majors):
@@ -202,7 +202,7 @@ class RankMesh(AxisMesh[Bound]):
 
     @classmethod
     def of(cls, world: Bound, plan: Division) -> Self:
-        """*Collective* on several axes of processes: every rank; the first call makes a process group for each axis."""
+        """The axes of this rank. *Collective* on several axes of processes: the first call makes a process group for each."""
         return cls(*_axes(world, plan), plan.shard_of(world.rank))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
@@ -229,7 +229,7 @@ def _axes(world: AnyRank, plan: Division) -> tuple[AnyRank, tuple[AnyRank, ...],
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """The rank that holds shard number `shard`, in a graph of one rank; `fzero.comms.stacked.Stacked` is the same for all."""
+    """In a graph of one rank, the rank that holds shard number `shard`; `fzero.comms.stacked.Stacked` is for all ranks."""
 
     shard: int
 
@@ -242,7 +242,7 @@ class OneRank:
         return nullcontext()
 
     def in_turn(self, function: Callable[..., None], *args: Any) -> None:
-        """`function`, which writes into its arguments, on this rank."""
+        """Runs `function`, which writes into its arguments, on this rank."""
         function(*args)
 
     def own(self, flat: Tensor, numel: int) -> Tensor:
@@ -251,7 +251,7 @@ class OneRank:
         return flat[start : start + numel]
 
     def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
-        """Writes this rank's shard of such a tensor."""
+        """Writes this rank's shard into a flat tensor like that of `own`."""
         self.own(flat, shard_S.numel()).copy_(shard_S)
 
     def place(self, numel: int) -> int:
@@ -263,7 +263,7 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
     """The mesh of one rank in a graph. *Collective* on several axes of processes, like `RankMesh.of`."""
     all_ranks, *several = _axes(world, plan)
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
-    as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)  # the same group, under one name
+    as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)  # their groups are equal: one name
     return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
 
 
@@ -305,7 +305,7 @@ class _Through(NamedTuple):
     ) -> Pending:
         """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks.
 
-        Further axes come between the two halves of an all-reduce along the first one, where tensors are small.
+        The other axes are summed between the two halves of the all-reduce along the first axis, because tensors are small there.
         """
         several = [axis for axis in axes if axis.size > 1] or axes[:1]
         if not several:
@@ -322,12 +322,12 @@ class _Through(NamedTuple):
 
 
 def _is_hooked(axis: Bound | GraphAxis, x: Tensor, hooks: Mapping[str, CommHook]) -> bool:
-    """Whether a comm hook sends `x` along an axis; one rank sends nothing, nor is there anything of an empty tensor."""
+    """Whether a comm hook sends `x` along an axis. One rank alone sends nothing, and an empty tensor is not sent."""
     return axis.name in hooks and axis.size > 1 and x.numel() > 0
 
 
 def _out(pending: Pending | None, first: Tensor) -> Tensor:
-    """The tensor that the next collective sends: the result of the one before; `first` if there is none."""
+    """The tensor that the next collective sends: the result of the previous collective, or `first` if there is none."""
     if pending is None:
         return first
     assert pending.out is not None
@@ -335,14 +335,14 @@ def _out(pending: Pending | None, first: Tensor) -> Tensor:
 
 
 def _into(out: Tensor | None, pending: Pending) -> Pending:
-    """The collective of a comm hook, with its result in `out`; the hook may leave it in other memory."""
+    """The collective of a comm hook, with its result in `out`. (The hook may have written the result to other memory.)"""
     if out is not None:
         return pending.then(lambda result: result if result.data_ptr() == out.data_ptr() else out.copy_(result), out)
     return pending if pending.works else ended(pending.finish(), pending.label)
 
 
 def _plus(pending: Pending, x: Tensor) -> Pending:
-    """The same collective, whose result is the sum of its result and `x`; `x` becomes that sum, too."""
+    """The same collective, with `x` added to its result; the sum is also written into `x`."""
     return pending.then(lambda result: result.copy_(x.add_(result)), pending.out)
 
 

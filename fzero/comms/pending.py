@@ -1,7 +1,7 @@
-"""Collectives under way: `Pending` has been started, and `wait()` gives its result.
+"""Collectives under way: a `Pending` is a collective that has been started; `wait()` gives its result.
 
 A step that raises leaves collectives behind that nobody waits for. `abandon` keeps them alive, `settle` waits for them, and
-`drop_abandoned` gives them up when this process leaves its group.
+`drop_abandoned` drops them when this process leaves its group.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Pending:
     Attributes:
         label: its purpose.
         works: the sends and receives to wait for.
-        last: makes the result when they have ended; None if it is in `out` by then.
-        out: the tensor that the result will be in, so that a next collective can be given it before this one has ended; None
-            if there is none yet. In a graph it is the result.
+        last: makes the result when `works` have ended; None if the result is in `out` by then.
+        out: the tensor that will hold the result, so that the next collective can get it before this one has ended; None if there
+            is none yet. In a graph it is the result.
     """
 
     label: Label
@@ -67,14 +67,14 @@ class Pending:
         return self.out
 
     def then(self, function: Callable[[Tensor], Tensor], out: Tensor | None = None) -> Pending:
-        """The same collective with `function` of its result, which will be in `out`; called at once if this one has ended."""
+        """The same collective, but with `function(result)`, which will be in `out`; called now if this one has ended."""
         if self.has_ended:
             return ended(function(self.finish()), self.label)
         return Pending(self.label, self.works, lambda: function(self.finish()), out)
 
     def end(self) -> None:
         """Waits until everything has been sent and received."""
-        if not self.works:  # always so in a graph, which cannot hold the lines below
+        if not self.works:  # always true in a graph, which cannot contain the lines below
             return
         thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
@@ -93,13 +93,13 @@ class Pending:
 
 
 def ended(x: Tensor, label: Label) -> Pending:
-    """A collective whose result is there."""
+    """A collective whose result exists already."""
     return Pending(label, (), None, x)
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A tensor under way from a rank in lockstep."""
+    """A tensor that a rank in lockstep has sent or will send."""
 
     hub: Hub
     message: tuple[int, int, int]
@@ -125,7 +125,7 @@ def abandon(pendings: Sequence[Pending]) -> None:
 
 
 def settle() -> None:
-    """Waits until abandoned collectives have ended: they write into tensors that are used again."""
+    """Waits until abandoned collectives have ended, because they write into tensors that are used again."""
     while _ABANDONED:
         with suppress(CollectiveError):
             _ABANDONED.pop(0).end()
@@ -137,16 +137,16 @@ def has_abandoned() -> bool:
 
 
 def drop_abandoned() -> None:
-    """Gives up abandoned collectives, which would keep the connections of their group open."""
+    """Drops abandoned collectives, which would keep the connections of their group open."""
     for pending in _ABANDONED:
         if isinstance(pending.works, Future):
-            pending.works.cancel()  # else it could start in a group that is joined later
+            pending.works.cancel()  # otherwise it could start in a group that is joined later
     _ABANDONED.clear()
 
 
 @atexit.register
 def _never_free() -> None:
-    """Keeps abandoned collectives at the end of a process: to free them would wait for other ranks.
+    """Keeps abandoned collectives at the end of a process, because freeing them would wait for other ranks.
 
     The system closes the connections.
     """

@@ -1,21 +1,21 @@
-"""The collectives as primitives: `all_gather`, `reduce_scatter` (a sum), `all_to_all`; `all_reduce` is made of the first two.
+"""The collectives as primitives: `all_gather`, `reduce_scatter` (a sum), `all_to_all`; `all_reduce` consists of the first two.
 
 A primitive is one linear map over the ranks of an axis, with all of its rules:
 
-- *evaluate*: on a `ProcessAxis` or `LockstepAxis` through the `start_…` functions of `fzero.comms.collectives`. Where an
-  operator can be seen by a tracer (make_fx, fake tensors, AOTAutograd, Inductor) it is a node of torch's functional
-  collectives (`fzero.comms.traced`), so that no graph loses it.
-- *transpose*: all_gather and reduce_scatter are each other's, all_to_all is its own. So gradients sum over ranks, and a primitive
-  can be differentiated any number of times, also forward.
+- *evaluate*: on a `ProcessAxis` or `LockstepAxis` through the `start_…` functions of `fzero.comms.collectives`. If a tracer is
+  active (make_fx, fake tensors, AOTAutograd, Inductor), the primitive is a node of torch's functional collectives
+  (`fzero.comms.traced`), so that it appears in every graph.
+- *transpose*: all_gather and reduce_scatter are each other's transpose, all_to_all is its own. So gradients sum over ranks. A
+  primitive can be differentiated any number of times, also in forward mode.
 - *batch*: a batch dimension moves to the front, and the primitive is applied again. Over the ranks of a `StackedAxis` the
   primitive is an operation on the dimension of ranks.
 - *abstract*: the shape and dtype of the result, and what is sent, as data.
 - *coded*: a comm hook without a state sends the numbers in fewer bytes. The derivative is that of the exact primitive (straight
-  through the codec), and is sent exactly. A hook with a state is called by itself, and returns the new one.
+  through the codec), and is sent exactly. A hook with a state is not used here: it is called directly, and returns the new state.
 
-How it stays whole: a collective is a `torch.autograd.Function` whose `backward` and `jvp` apply primitives again. A
-capture by Dynamo would trace its `forward` and ignore its `backward`, without an error. So there it is called by a function that
-Dynamo takes as one node (`_captured`).
+Captures: a collective is a `torch.autograd.Function` whose `backward` and `jvp` apply primitives again. Dynamo would trace the
+`forward` and ignore the `backward`, without an error. So under Dynamo the collective is called by `_captured`, a function that
+Dynamo takes as one node.
 
 Shape letters: P = W·S, S elements of a shard, W ranks; every tensor may have leading dimensions. Three dimensions stand for
 stacked ranks: A for axes before that of the collective, R for this axis, B for axes after it.
@@ -84,7 +84,7 @@ class Abstract(NamedTuple):
 
     Attributes:
         shape, dtype: of the result.
-        sent: what this rank sends, as an axis reports it; one rank alone sends nothing.
+        sent: the traffic of this rank, as an axis reports it; one rank alone sends nothing.
     """
 
     shape: tuple[int, ...]
@@ -99,8 +99,8 @@ class Primitive:
     Args:
         name: of the collective.
         transpose: the name of its transpose.
-        divides: whether this rank's tensor holds a part for each rank; else each rank gets all of it.
-        joins: whether the result holds the parts of all ranks, in rank order; else it is their sum, in rank order.
+        divides: whether this rank's tensor holds a part for each rank. If not, each rank gets the whole tensor.
+        joins: whether the result holds the parts of all ranks, in rank order. If not, it is their sum, made in rank order.
         start: starts it on a flat tensor, whose parts are in rank order: (tensor, axis, label) → `Pending`.
         label: of calls without one.
     """
@@ -115,14 +115,14 @@ class Primitive:
     def __call__(self, x: Tensor, axis: Axis, *, hook: CommHook | None = None, label: Label | None = None) -> Tensor:
         """The collective.
 
-        *Collective:* every rank of `axis` calls it; each sends `(W-1) · S` elements. Its transpose is a collective, too: all
-        ranks differentiate the result, or none.
+        *Collective:* every rank of `axis` calls it; each sends `(W-1) · S` elements. Its transpose is a collective, too: either
+        all ranks differentiate the result, or no rank does.
 
         Args:
             x: (…, P) if the primitive divides, else (…, S).
-            axis: the ranks. A `StackedAxis` needs its `Stacked.each` around the call.
+            axis: the ranks. Call it inside of `Stacked.each` if this is a `StackedAxis`.
             hook: encodes what is sent, row by row; it must have no state. None sends the numbers unchanged.
-            label: of its records.
+            label: the label of its records.
 
         Returns:
             (…, P) if the primitive joins, else (…, S). On one rank it is `x` itself.
@@ -168,7 +168,7 @@ class Primitive:
     def evaluate(
         self, x: Tensor, axis: Bound | AbstractAxis | TracedAxis, hook: CommHook | None, label: Label
     ) -> Tensor:
-        """The result on an axis of which this is one rank."""
+        """The result on an axis to which this rank belongs."""
         if hook is not None:
             return self._coded(x, axis if isinstance(axis, Bound) and not _is_traced(x) else _traced(axis, x), hook)
         rows = _parts(x, axis.size).movedim(-2, 0) if self.divides and x.dim() > 1 else x
@@ -185,7 +185,7 @@ class Primitive:
         return result.view(axis.size, *shape).movedim(0, -2).flatten(-2)
 
     def over_ranks(self, x_W: Tensor, ranks: StackedRanks, hook: CommHook | None) -> tuple[Tensor, int | None]:
-        """The results of all ranks from the tensors of all ranks, both along dimension 0; None if all results are equal."""
+        """The results of all ranks, stacked along dimension 0 like `x_W`, and that dimension; None if all are equal."""
         if hook is not None:
             numbers = torch.arange(x_W.shape[0], device=x_W.device)
 
@@ -259,7 +259,7 @@ reduce_scatter = Primitive(
 all_to_all = Primitive(
     "all_to_all", "all_to_all", divides=True, joins=True, start=_start_all_to_all, label=collectives.OTHER
 )
-"""Part r of every rank, in rank order, on rank r: (…, P) → (…, P)."""
+"""Rank r gets part r of every rank, in rank order: (…, P) → (…, P)."""
 PRIMITIVES = {primitive.name: primitive for primitive in (all_gather, reduce_scatter, all_to_all)}
 
 
@@ -293,8 +293,8 @@ class StackedRanks(OverRanks):
 class _Collective(torch.autograd.Function):
     """A primitive, known by its name.
 
-    `number` is the number of each stacked rank, None for one rank. It is batched by `torch.vmap` at one level only, that of the
-    ranks; so it tells this level from those of other calls of `torch.vmap` around and inside.
+    `number` is the number of each stacked rank, None for one rank. `torch.vmap` batches it at one level only, that of the ranks.
+    So it distinguishes this level from the levels of other calls of `torch.vmap`, outside and inside.
     """
 
     @staticmethod
@@ -339,7 +339,7 @@ class _Collective(torch.autograd.Function):
 
 
 def _again(ctx: Any, x: Tensor, primitive: Primitive) -> Tensor:
-    """Another primitive over the same ranks."""
+    """Applies another primitive over the same ranks."""
     number = ctx.saved_tensors[0] if ctx.saved_tensors else None
     result: Tensor = _Collective.apply(x, number, primitive.name, ctx.where, None, primitive.label)  # type: ignore[no-untyped-call]
     return result
@@ -362,7 +362,7 @@ def _captured(x: Tensor, number: Tensor | None, name: str, hook: int, *values: A
 def _let_in(hook: CommHook | None) -> int:
     """Lets Dynamo take `_captured` as one node; returns the index of the hook.
 
-    Dynamo runs a function with this mark itself, when it traces the call. So fzero need not import Dynamo, which is slow.
+    Dynamo runs a function with this mark when it traces a call of it. So fzero need not import Dynamo, which is slow.
     """
     torch.compiler.allow_in_graph(_captured)  # type: ignore[no-untyped-call]
     if hook not in _HOOKS:
@@ -374,7 +374,7 @@ _let_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _in_graph(axis: Axis, x: Tensor) -> tuple[Any, ...]:
-    """The values by which a graph knows an axis."""
+    """The values that describe an axis in a graph."""
     if isinstance(axis, LockstepAxis | AbstractAxis):
         raise ValueError(
             f"{type(axis).__name__}: a captured function cannot run on it; use real ranks, or Stacked.each"
@@ -387,7 +387,7 @@ def _in_graph(axis: Axis, x: Tensor) -> tuple[Any, ...]:
 
 
 def _traced(axis: Bound | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis:
-    """The axis by whose operators a tracer sees a collective."""
+    """The axis whose operators make a collective visible to a tracer."""
     if isinstance(axis, TracedAxis):
         return axis
     if isinstance(axis, LockstepAxis):
@@ -406,7 +406,7 @@ def _has_no_numbers(x: Tensor) -> bool:
 
 
 def _is_traced(x: Tensor) -> bool:
-    """Whether somebody may look at the operators that run on `x`: a mode, a kind of tensor, a tracer."""
+    """Whether a dispatch mode, a tensor subclass or a tracer may look at the operators that run on `x`."""
     return (
         torch._C._len_torch_dispatch_stack() > 0
         or torch._ops._len_torch_dispatch_stack_pre_dispatch() > 0  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from fzero.comms.rendezvous import launched
 from sharding import Mesh
 
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
-"""The groups made of some ranks of another group, which live as long as that one."""
+"""The groups that contain some ranks of another group, by that group. They live as long as it does."""
 
 AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
 
@@ -35,15 +35,16 @@ AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
 
 
 def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: timedelta | None = None) -> ProcessAxis:
-    """This process as a rank of the axis `name`: in the job that started it, or the group already initialised, or alone.
+    """This process as a rank of the axis `name`: in the initialised group, in the job that started the process, or alone.
 
-    *Collective:* every rank of the job, when `fzero.launched()` finds one: of torchrun, mpirun or srun.
+    *Collective:* every rank of the job, if `fzero.launched()` finds a job of torchrun, mpirun or srun.
 
     Args:
         device: CUDA picks NCCL and this rank's own GPU (LOCAL_RANK), any other device gloo.
         name: the mesh axis.
-        timeout: how long a collective waits for a rank that does not come, if this call makes the group; None reads
-            FZERO_TIMEOUT, in seconds (`fzero --timeout`), or DEEPSPEED_TIMEOUT, in minutes, and is 10 minutes otherwise.
+        timeout: how long a collective waits for a rank that does not come. It has an effect only if this call makes the group.
+            None reads FZERO_TIMEOUT, in seconds (`fzero --timeout`), or else DEEPSPEED_TIMEOUT, in minutes; without these it is
+            10 minutes.
     """
     if not dist.is_initialized():
         me, kind = launched(), torch.device(device).type
@@ -68,9 +69,9 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
 def _leave() -> None:
     """Leaves the group at the end of a process without errors.
 
-    A thread of gloo frees a collective's tensors a moment after it has ended, and aborts the process if the interpreter is
-    shutting down by then; leaving the group waits for that thread. After an error other ranks may be waiting, so that the
-    process just ends.
+    A thread of gloo frees a collective's tensors a moment after the collective has ended. If the interpreter is shutting down by
+    then, this aborts the process. Leaving the group waits for that thread. After an error other ranks may be waiting, so the
+    process ends without leaving.
     """
     if not has_abandoned() and not hasattr(sys, "last_type"):
         shutdown()
@@ -142,7 +143,7 @@ def group_of(parent: dist.ProcessGroup | None, ranks: tuple[int, ...], descripti
     assert parent is not None
     parts = _PARTS.setdefault(parent, {})
     if ranks not in parts:
-        # Only its own ranks make it, because `parent` need not be all of the job.
+        # Only the group's own ranks make it, because `parent` may be only a part of the job.
         try:
             with _name_of_group(f"{parent.group_name} {description} {ranks}"):
                 parts[ranks] = dist.new_group(
@@ -158,10 +159,10 @@ def group_of(parent: dist.ProcessGroup | None, ranks: tuple[int, ...], descripti
 
 @contextmanager
 def _name_of_group(name: str) -> Iterator[None]:
-    """Sets the name of the group that is made inside.
+    """Inside, a new group gets this name.
 
-    Ranks find each other by this name. torch counts the groups of a process for it, and the counts of two ranks may differ: a
-    rank that took no part in an earlier job has made fewer groups.
+    Ranks find each other by this name. By default torch makes it from the number of groups that a process has made. This number
+    may differ between ranks: a rank that took no part in an earlier job has made fewer groups.
     """
     module: Any = dist.distributed_c10d
     with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):

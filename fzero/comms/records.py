@@ -1,4 +1,4 @@
-"""Records of what one collective sends, and labels that say its purpose. The `observe` of an axis gets the records.
+"""Records of the traffic of one collective, and labels with its purpose. The `observe` of an axis gets the records.
 
 A label holds the purpose of a collective and the flat buffer that it moves. So the traffic can be added up by unit, axis or
 purpose (`fzero.profiling.comm_trace`).
@@ -44,7 +44,7 @@ class Label:
     Args:
         purpose: one of `PURPOSES`.
         buffer: the key of the flat buffer that it moves, or another name of its contents; "" for none.
-        phase: of the step; "boundary" is between forward and backward, "" outside of a step.
+        phase: the phase of the step; "boundary" is between forward and backward, "" outside of a step.
 
     >>> print(Label("gather", "blocks.0/float32", "forward"))
     gather blocks.0/float32
@@ -63,7 +63,7 @@ class CommRecord(NamedTuple):
 
     Attributes:
         num_elements: elements that this rank sends to all others together: `(W-1)/W · P` for a gather or a reduce-scatter of P
-            elements. If a comm hook encodes them, they are counted before that.
+            elements. If a comm hook encodes them, they are counted before encoding.
         nbytes: bytes that this rank sends.
         axis: the mesh axis; "world" for numbers that go to all ranks of a mesh of several axes.
         is_joined: whether one call moves other flat buffers, too.

@@ -29,7 +29,7 @@ class RankInfo:
             raise ValueError(f"{self.by}: rank {self.rank} is not among {self.world_size} ranks; check the environment")
 
 
-VARIABLES = (  # launcher, rank, world size, local rank; the first launcher whose rank and world size are set counts
+VARIABLES = (  # launcher, rank, world size, local rank; the first launcher whose rank and world size are both set is used
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK"),
     ("mpirun (Open MPI)", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
     ("mpirun (MVAPICH)", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK"),

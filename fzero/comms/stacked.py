@@ -1,8 +1,8 @@
 """All ranks of a mesh as a dimension of tensors.
 
-`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it a tensor is that of one
-rank, and a collective along a `StackedAxis` is an operation on the dimension of ranks (`fzero.comms.primitives`). Sums are made
-in rank order, as by ranks in processes.
+`Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it, a tensor belongs to one rank, and a
+collective along a `StackedAxis` is an operation on the dimension of ranks (`fzero.comms.primitives`). Sums are made in rank
+order, as in a job of processes.
 
 Each rank has its own random state: an operator that draws random numbers runs for one rank after the other, on the state of
 that rank.
@@ -60,7 +60,7 @@ class _InTurn(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class StackedAxis(primitives.OverRanks):
-    """One axis of the mesh of all ranks, which are a dimension of tensors inside of `Stacked.each`.
+    """One axis of a mesh whose ranks are a dimension of tensors, inside of `Stacked.each`.
 
     Args:
         size: the number of ranks along it.
@@ -97,14 +97,14 @@ class StackedAxis(primitives.OverRanks):
 
 
 class Stacked:
-    """All ranks of a mesh in this process, as a dimension of tensors; `fzero.comms.mesh.OneRank` is the same for one rank.
+    """All ranks of a mesh in this process, as a dimension of tensors; `fzero.comms.mesh.OneRank` is for one rank.
 
     Args:
         mesh: the mesh of the ranks, or their number on the one axis "data".
         axes: the axes of the finest division into shards, major first; by default all axes of the mesh.
 
     Attributes:
-        random: the random states of the ranks, where each draws from its own.
+        random: the random states of the ranks, if each rank draws from its own state.
 
     >>> ranks = Stacked(2)
     >>> axis = ranks.axis("data")
@@ -140,7 +140,7 @@ class Stacked:
                 try:
                     leaves, treespec = pytree.tree_flatten(function(*own))
                 finally:
-                    self._now = before  # a graph would return tensors that are left here
+                    self._now = before  # otherwise a graph would return the tensors that are left here
                 others[:] = [treespec, *((None, True) if isinstance(x, Tensor) else (x, False) for x in leaves)]
                 return [x for x in leaves if isinstance(x, Tensor)]
 
@@ -162,7 +162,7 @@ class Stacked:
         return rows.index_select(0, self._row(rows).view(1)).view(-1)
 
     def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
-        """Writes each rank's shard of such a tensor."""
+        """Writes each rank's shard into a flat tensor like that of `own`."""
         rows = flat.view(-1, shard_S.numel())
         is_own = torch.arange(rows.shape[0])[:, None].eq(self._row(rows))
         flat.copy_(torch.where(is_own, shard_S, rows).view(-1))
@@ -204,7 +204,7 @@ class Stacked:
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this mode, operators that draw random numbers for all ranks draw each rank's from its own state.
+    """Inside this mode, an operator that draws random numbers for all ranks draws those of each rank from the rank's own state.
 
     Attributes:
         rng: the random state of each rank on the CPU; it advances with each draw.
@@ -247,7 +247,7 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def check_draws_nothing(graph: torch.fx.Graph) -> None:
-    """Raises VmapError for a graph of all ranks that draws random numbers: ranks in processes would draw other numbers."""
+    """Raises VmapError if a graph of all ranks draws random numbers: ranks in processes would draw other numbers."""
     for node in graph.nodes:
         if getattr(node.target, "overloadpacket", None) in _RANDOM:
             raise VmapError(f"{node.target} draws random numbers in a graph of all ranks at once")

@@ -1,4 +1,4 @@
-"""Stacks of all threads of a process: of this one, or of another one on this host, even if C code holds its interpreter."""
+"""Stacks of all threads of a process: of this process, or of another one on this host, even while C code holds the GIL there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Any
 
 WATCH = "fzero-watch"
-"""The name of the watchdog's thread, which asks and answers."""
+"""The name of the thread of the watchdog."""
 NUMBER = (
     signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
 )  # a real-time signal that other programs do not use
@@ -42,7 +42,7 @@ def stack_here() -> str:
 
 
 def answer_signals() -> IO[bytes] | None:
-    """Writes the stacks into a file when the signal comes. Returns that file, which has no name; None if it is impossible."""
+    """Writes the stacks into a file when the signal comes. Returns the file, which has no name; None if this is impossible."""
     if NUMBER is None or signal.getsignal(NUMBER) != signal.SIG_DFL or not Path("/proc/self/fd").exists():
         return None
     file = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process may be asked
@@ -71,9 +71,10 @@ def stat_of(pid: int) -> list[str]:
 
 
 def fate_of(identity: Mapping[str, Any]) -> str:
-    """Why another process of this host cannot answer: it has ended (with its exit code, if it is still known), or is stopped.
+    """The reason why another process of this host cannot answer: it has ended (with its exit code, if known), or is stopped.
 
-    "" if it is alive, or if that is unknown: it is on another host, or this system has no /proc.
+    It is "" if the process is alive. It is also "" if that is unknown: the process is on another host, or this system has no
+    /proc.
     """
     mine, pid = identity_of(None), identity["pid"]
     if not mine["since"] or any(identity.get(key) != mine[key] for key in ("host", "pids")):
@@ -94,7 +95,7 @@ def fate_of(identity: Mapping[str, Any]) -> str:
 
 
 def stack_of(identity: Mapping[str, Any]) -> str:
-    """The stacks of another process of this host, which writes them without its interpreter; "" if it is impossible."""
+    """The stacks of another process of this host, which writes them without its interpreter; "" if this fails."""
     if identity["fd"] is None or NUMBER is None:
         return ""
     path = Path(f"/proc/{identity['pid']}/fd/{identity['fd']}")

@@ -1,7 +1,7 @@
 """`TracedAxis`: the collectives as nodes of a captured graph.
 
-They are traced into a graph and never run as Python. On gloo they are all-to-alls and a sum in rank order, on NCCL the named
-collectives.
+The methods are traced into a graph and never run as Python. On gloo the nodes are all-to-alls and a sum in rank order; on NCCL
+they are the backend's own collectives.
 
 Shapes: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -26,7 +26,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class TracedAxis:
-    """A rank on an axis, by values that a graph can hold: numbers, the name of the axis and the name of the group."""
+    """A rank on an axis, described by values that a graph can hold: numbers, the name of the axis and the name of the group."""
 
     size: int
     rank: int
@@ -75,7 +75,7 @@ class TracedAxis:
         return rows.view(self.size, *x.shape)
 
     def all_to_all(self, rows_WN: Tensor) -> Tensor:
-        """Row r of every rank, in rank order, on rank r. *Collective:* sends (W-1) · N."""
+        """Rank r gets row r of every rank, in rank order. *Collective:* sends (W-1) · N."""
         if self.size == 1 or not rows_WN.numel():
             return rows_WN
         return self._all_to_all(rows_WN.reshape(-1)).view(rows_WN.shape)
@@ -86,7 +86,7 @@ class TracedAxis:
 
 
 def in_order(summands: Sequence[Tensor]) -> Tensor:
-    """The sum from the first to the last. Over ranks in rank order it has the bits that ranks in processes give."""
+    """The sum from the first summand to the last. If they are in rank order, it has the same bits as in a job of processes."""
     return functools.reduce(operator.add, summands)
 
 
@@ -96,7 +96,7 @@ def _wait(x: Tensor) -> Tensor:
 
 
 def collective_that_raised(error: BaseException) -> str | None:
-    """The name of the graph's node that an error comes from, if it is a collective (or the wait for one)."""
+    """The name of the graph node that an error comes from, if the node is a collective or waits for one."""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         operator = frame.f_locals.get("self")
         if getattr(operator, "namespace", None) == _ops.name:

@@ -1,14 +1,15 @@
-"""The watchdog: when a collective fails, it reports which ranks are missing, and what each rank does.
+"""The watchdog: when a collective fails, it reports which ranks are missing, and what each rank is doing.
 
-1. A rank counts the collectives that it starts, and notes the one that it waits for (`HERE`). A step has no other costs.
-2. Each rank has a watchdog thread. It looks for an alarm in the job's store, once a second, or every three seconds while
-   something moves. A rank whose collective fails sets the alarm. On CUDA the host does not wait in a collective, so the
+1. A rank counts the collectives that it starts, and records the one that it waits for (`HERE`). A step has no other overhead.
+2. Each rank has a watchdog thread. It looks for an alarm in the job's store once a second, or every three seconds while the rank
+   starts collectives. A rank whose collective fails sets the alarm. On CUDA the host does not wait in a collective, so the
    watchdog sets the alarm before NCCL ends the process.
-3. Then all watchdogs answer with place and stack. If a process has ended or is stopped, another rank on its host reports it. If
-   a rank does not answer because C code holds its interpreter, another rank on its host asks for its stack by a signal, which
-   `faulthandler` answers without the interpreter. A rank that ends with an error reports that before it ends.
-4. The first rank to ask reports the missing ranks, and after a timeout prints all stacks to its stderr. All ranks raise with the
-   same lines.
+3. After an alarm all watchdogs answer with the rank's place and stack. If a process has ended or is stopped, another rank on its
+   host reports it. If a rank does not answer because C code holds its interpreter, another rank on its host sends it a signal.
+   `faulthandler` answers this signal with the stack, without the interpreter. A rank that ends with an error reports that before
+   it ends.
+4. The first rank that asks writes the report of the missing ranks. After a timeout it also prints all stacks to its stderr. All
+   ranks raise an error with the same report.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from fzero.comms.thread_dumps import (
     stack_of,
 )
 
-TICK = 1.0  # seconds between two looks of a watchdog at the store
+TICK = 1.0  # seconds between two reads of the store by a watchdog
 SILENT = 10.0  # seconds without an answer after which a rank counts as one that cannot answer
-MOVING = 3.0  # seconds between two looks while this rank starts collectives
+MOVING = 3.0  # the same as TICK while this rank starts collectives
 PATIENCE = 20.0  # the longest time that a report waits for answers, in seconds
-HASTE = 8.0  # the same after a lost connection, which one rank may see long before the others
-MORE = 1.0  # seconds in which a report looks for more ranks that are gone, after the first one
-AGAIN = 0.3  # seconds between two looks for something that is expected soon, such as the end of a process
-HEARD = 5.0  # seconds that the rank which keeps the store waits for the others to read the report
+HASTE = 8.0  # the same as PATIENCE after a lost connection, which one rank may see long before the others
+MORE = 1.0  # after it finds a rank that is gone, seconds in which a report looks for more such ranks
+AGAIN = 0.3  # seconds between two checks for something that is expected soon, such as the end of a process
+HEARD = 5.0  # seconds for which the rank that keeps the store waits until the others have read the report
 
 
 class Store(Protocol):
@@ -85,7 +86,7 @@ HERE = Progress()
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A rank's answer about itself, or another rank's answer about it (`is_silent`)."""
+    """A rank's answer about itself, or another rank's answer about that rank (`is_silent`)."""
 
     rank: int
     host: str
@@ -180,9 +181,9 @@ class Watchdog:
 
     Args:
         store: the store of the job, over a connection of its own.
-        is_stuck: whether the device is still busy; called when nothing has moved for `seconds`.
+        is_stuck: returns whether the device is still busy; called when this rank has started no collective for `seconds`.
         seconds: the time after which a rank that waits for its device sets the alarm.
-        each_tick: called once a second while nothing moves.
+        each_tick: called once a second while this rank starts no collectives.
     """
 
     def __init__(
@@ -199,13 +200,13 @@ class Watchdog:
         self.is_stuck, self.seconds = is_stuck, seconds
         self._stopped, self._has_answered, self._lock = threading.Event(), False, threading.Lock()
         self._file = answer_signals()
-        self._report: list[str] = []  # of the first rank to ask
+        self._report: list[str] = []  # the report of the first rank that asks
         self._keeper: dict[str, Any] | None = None
-        """The identity of rank 0, if it keeps the job's store; after its end the store could not be asked for it."""
+        """The identity of rank 0, if it keeps the job's store: when rank 0 has ended, the store cannot be asked any more."""
         store.set(f"who/{rank}", json.dumps(identity_of(self._file)))
         deadline = time.monotonic() + 1
         while rank_0_keeps_store() and not self._finds_keeper() and time.monotonic() < deadline:
-            time.sleep(0.01)  # rank 0 must be known before it can end; after this second the thread looks for it
+            time.sleep(0.01)  # rank 0 must be known before it can end; the thread continues to look for it
         self._thread = threading.Thread(target=self._run, name=WATCH, daemon=True)
         self._thread.start()
 
@@ -319,7 +320,7 @@ class Watchdog:
         return self._keeper is not None
 
     def _hears(self, seconds: float) -> bool:
-        """Waits for the report of the first rank to ask. Returns whether it has come."""
+        """Waits for the report of the first rank that asks. Returns whether the report has come."""
         deadline = time.monotonic() + seconds
         while not self._report and time.monotonic() < deadline and not self._stopped.is_set():
             if text := _text(self.store, "summary"):
@@ -394,7 +395,7 @@ def answer_of(text: str) -> Answer:
 
 
 def rank_0_keeps_store() -> bool:
-    """Whether rank 0 keeps the job's store; else an agent of torchrun keeps it."""
+    """Whether rank 0 keeps the job's store. If not, an agent of torchrun keeps it."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 

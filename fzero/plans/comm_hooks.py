@@ -1,8 +1,8 @@
-"""The comm hooks of a step: through which hook it gathers and reduces along each axis of its mesh.
+"""The comm hooks of a step: for each axis of its mesh, the hook that gathers use and the hook that reductions use.
 
-A comm hook is given for all axes, or for each by its name. Gradients are added up along one axis after the other
-(`fzero.plans.mesh_axes`), so each axis may have its own compression. Along an axis of one rank nothing is sent, and there is
-no comm hook.
+The caller gives one comm hook for all axes, or one for each axis by its name. Gradients are added up along one axis after the
+other (`fzero.plans.mesh_axes`), so each axis may have its own compression. An axis of one rank sends nothing and has no comm
+hook.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from sharding import Mesh
 
 ByAxis = Mapping[str, CommHook]
 GivenHook = CommHook | ByAxis | None
-"""A comm hook for all axes, or comm hooks by axis; None is as the configuration says."""
+"""A comm hook for all axes, or comm hooks by axis; None takes those of the configuration."""
 
 BLOCK = 256
 """Elements that share a scale where the configuration asks for quantization; DeepSpeed has no key for it."""
@@ -61,8 +61,8 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
     """The comm hooks of a step: those given, or those that the configuration asks for.
 
     Raises:
-        ConfigError: a comm hook is given beside the key that asks for one, or has no effect, or names an unknown axis, or
-            the hook of a gather has a state.
+        ConfigError: both a comm hook and its configuration key are given, or a comm hook has no effect, names an unknown axis, or
+            is for gathers and has a state.
 
     >>> zero = ZeroOptimization(stage=3, zero_quantized_weights=True, zero_quantized_gradients=True)
     >>> print(comm_hooks_of(zero, Mesh.of(data=4)))

@@ -4,7 +4,7 @@
 2. Micro-steps collect gradients: in full, reduced with the last one, or reduced each time, as a shard.
 3. A reduction is a reduce-scatter over `scatters_over`, and then an all-reduce over `sums_over`.
 4. A rank updates all elements, or its shard.
-5. Updated shards are all-gathered over `joins_over`, where a rank holds more of the parameters than it updates.
+5. If a rank holds more of the parameters than it updates, the updated shards are all-gathered over `joins_over`.
 
 A rule follows from the specs of the stage, the dtypes and the mesh, never from the number of the stage. The eager and the
 captured step, dry runs and `fzero.plans.traffic` read it here.
@@ -44,16 +44,16 @@ class BufferDataflow:
     Attributes:
         gathers_over: the axes over which parameters are sharded, and gathered before their use; empty if every rank holds all.
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
-        sums_over: the axes of the all-reduce after it: of the shards over the replicate axes, in stage 0 of all over all axes.
+        sums_over: the axes of the all-reduce that follows: the replicate axes, for shards; in stage 0 all axes, for all elements.
         reduces_to: the part of the reduced gradient that a rank gets.
         collects: the part of the gradient that a rank adds up over micro-steps.
         updates: the part of the parameters that a rank updates.
         joins_over: the axes over which updated shards are all-gathered.
         send_dtype: the dtype of a gradient in communication.
         keep_dtype: the dtype in which a gradient is kept and added up over micro-steps.
-        param_numel, grad_numel: of the parameters and gradients that a rank keeps.
-        reduced_numel: of the reduced gradient.
-        updated_numel: of the part that a rank updates.
+        param_numel, grad_numel: elements of the parameters and of the gradients that a rank keeps.
+        reduced_numel: elements of the reduced gradient that a rank gets.
+        updated_numel: elements of the part that a rank updates.
 
     With node=2, data=2 ranks and a buffer of 8 elements, stages 0 to 3 are:
 
@@ -93,8 +93,8 @@ class BufferDataflow:
 
         Args:
             specs: how its parameters, gradients and optimizer state are divided.
-            dtypes: of its tensors.
-            partition: its finest division.
+            dtypes: the dtypes of its tensors.
+            partition: the division of the buffer into the finest shards.
             mesh: the ranks.
             axes: the axes over which the finest shards lie, major first (`Plan.axes`).
         """
@@ -125,11 +125,11 @@ class BufferDataflow:
 
     @property
     def sums_late(self) -> bool:
-        """Whether micro-steps add up shards that are summed over the replicate axes only after the last one."""
+        """Whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one."""
         return bool(self.sums_over) and self.collects == "shard"
 
     def reduces(self, *, is_last: bool) -> bool:
-        """Whether a micro-step reduces its gradients, and does not leave them to the last one of its step."""
+        """Whether a micro-step reduces its gradients itself, instead of leaving them to the last micro-step of the step."""
         return is_last or self.collects == "shard"
 
     def adds(self, *, is_first: bool) -> bool:
@@ -138,5 +138,5 @@ class BufferDataflow:
 
 
 def along(axes: Iterable[AnyAxis], names: Collection[str]) -> tuple[AnyAxis, ...]:
-    """Those of `axes` that have these names, in their own order."""
+    """The axes with these names, in the order of `axes`."""
     return tuple(axis for axis in axes if axis.name in names)

@@ -1,7 +1,7 @@
 """Flat buffers: the parameters of a unit that share one layout, one set of dtypes and one row of the stage table.
 
-Parameters of a unit share a flat buffer where everything in `Kind` agrees. Frozen parameters and small parameters (which
-every rank holds in full in stage 3, too) have flat buffers of their own. The layout is the same in all stages, so that all
+Parameters of a unit share a flat buffer if they agree in every field of `Kind`. Frozen parameters have flat buffers of their own.
+So have small parameters, which every rank holds in full even in stage 3. The layout is the same in all stages, so that all
 stages add the same numbers in the same order.
 
 Shape letters: P padded elements of a buffer = F·S, S elements of a shard, F shards.
@@ -32,7 +32,8 @@ from sharding.views import dtype_name
 ALIGNMENT = 32
 """Shards are a multiple of this many elements, so that a vectorised kernel meets the same lanes in every stage.
 
-Where several ranks hold the same shard, each rank's part of it is a multiple, so that P is the same on all meshes of W ranks."""
+If several ranks hold the same shard, each rank's part of it is such a multiple, too. So P is the same on all meshes of W
+ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +46,16 @@ class FlatParamPlan:
     trainable: bool
     row: StageSpecs
     flow: BufferDataflow = field(repr=False)
-    """What follows from `row`, `dtypes` and the mesh."""
+    """How the buffer flows through a step: derived from `row`, `dtypes` and the mesh."""
     group: int = 0
     rule: str = ""
-    """The update rule of its optimizer that applies (Muon: matrices or the rest); see `OptimizerBlock.kind_of`."""
+    """The optimizer's update rule for it (Muon has one for matrices, one for the rest); see `OptimizerBlock.kind_of`."""
     elementwise: bool = True
     """Whether the optimizer treats each element by itself."""
     start: int = 0
-    """The update in which the optimizer state began; parameters that began in different updates have different buffers."""
+    """The update in which the optimizer state began; parameters that differ in it have different buffers."""
     placement: Placement = DEVICE
-    """Where the master lives, if there is one."""
+    """The placement of the master, if there is one."""
     param_placement: Placement = DEVICE
     grad_placement: Placement = DEVICE
 
@@ -73,7 +74,7 @@ class FlatParamPlan:
         return self.dtypes.master != self.dtypes.param
 
     def is_long(self, spec: TensorSpec) -> bool:
-        """Whether a tensor of the optimizer state has one element for each of the buffer's, divided in the same way.
+        """Whether a tensor of the optimizer state has as many elements as the buffer, and is divided in the same way.
 
         (Row sums, which every rank holds in full, may happen to have the same length.)
         """
@@ -86,8 +87,8 @@ class FlatParamPlan:
 
     @property
     def updates_whole(self) -> bool:
-        """Whether state off the device is updated in full instead of by sub-groups: elements depend on each other, or the
-        updated part is gathered from other ranks before it is written back."""
+        """Whether state off the device is updated in full instead of by sub-groups. It is if elements depend on each other, or if
+        the updated part is gathered from other ranks before it is written back."""
         return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
 
     @property

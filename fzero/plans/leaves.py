@@ -1,4 +1,4 @@
-"""`StateLeaf`: the tensors of the state of one flat buffer, and their names. The one list of them.
+"""`StateLeaf`: the tensors of the state of one flat buffer, and their names. They are listed only here.
 
 Module buffers, random states and comm hooks' states belong to no flat buffer and have names of their own.
 """
@@ -30,10 +30,10 @@ class StateLeaf(NamedTuple):
     key: str
     """The key of the flat buffer."""
     path: str
-    """Of a tensor within the optimizer state, as Python reads it (`.exp_avg`, `[1].exp_avg` in a chain); else empty."""
+    """The path of a tensor within the optimizer state, as Python reads it (`.exp_avg`, `[1].exp_avg` in a chain); else empty."""
     spec: TensorSpec
     is_long: bool
-    """Whether it has an element for each of the buffer's (`FlatParamPlan.is_long`)."""
+    """Whether it has as many elements as the buffer (`FlatParamPlan.is_long`)."""
     is_updated: bool = False
     """Whether it is the tensor that the optimizer updates: the master, or the parameters where there is none."""
 
@@ -54,7 +54,7 @@ class StateLeaf(NamedTuple):
 
     @property
     def stream_name(self) -> str:
-        """The name under which its stream and its file know it; that of the updated tensor is the buffer's key."""
+        """The name of the tensor in its stream and its file. For the updated tensor this is the buffer's key."""
         if self.is_updated:
             return self.key
         return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else f"{self.key}/{self.quantity}"

@@ -1,8 +1,8 @@
 """The axes of a job's mesh, and which quantity is sharded over which of them.
 
-The axis `"data"` is the inner one: the state is sharded over it, as the stage says. Over any other axis, `"node"` say, the
-state is replicated (hybrid sharding, MiCS), or gradients and optimizer state are sharded as well (hpZ of ZeRO++). Sums are
-made along `"data"` first, and then along the other axes from the last one of the mesh to the first.
+The axis `"data"` is the inner one: the state is sharded over it, as the stage says. There are two cases for any other axis, such
+as `"node"`: the state is replicated over it (hybrid sharding, MiCS), or gradients and optimizer state are sharded over it, too
+(hpZ of ZeRO++). Sums are made along `"data"` first, and then along the other axes from the last one of the mesh to the first.
 
 Shape letters: W ranks, L of them along "data", N = W / L along "node".
 """
@@ -44,7 +44,7 @@ def sum_order(mesh: Mesh) -> tuple[str, ...]:
 
 
 def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
-    """The axes over which the finest shards lie, those of the optimizer's state, major first.
+    """The axes over which the optimizer state is sharded, major first. Its shards are the finest.
 
     >>> mesh = Mesh.of(node=2, data=4)
     >>> shard_axes(mesh, ZeroOptimization(stage=3))
@@ -58,7 +58,7 @@ def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
 
 
 def replicate_axes(mesh: Mesh, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The axes of several ranks over which shards over `axes` are replicated, in the order of the sums.
+    """The axes of several ranks along which the shards (cut over `axes`) are replicated, in the order of the sums.
 
     >>> replicate_axes(Mesh.of(node=2, data=4), ("data",))
     ('node',)

@@ -16,10 +16,10 @@ from sharding import Order
 T = TypeVar("T")
 
 OrderFunction = Callable[..., Order]
-"""A function of the number of parameters, and of the number of ranks if it takes one, to the order in a flat buffer."""
+"""A function of the number of parameters, and optionally of the number of ranks, that returns the order in a flat buffer."""
 
 GivenOrder = OrderFunction | Sequence[str] | None
-"""An `OrderFunction`, the names of all parameters, or None: as the configuration says."""
+"""An `OrderFunction`, the names of all parameters, or None for the configuration's order."""
 
 
 def in_two_numbers(order: OrderFunction) -> OrderFunction:
@@ -84,7 +84,7 @@ def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shar
         num_shards: the number of ranks that share the buffer.
 
     Raises:
-        ValueError: the function returns no order of that many names.
+        ValueError: the function does not return an order of that many names.
 
     >>> from sharding import round_robin
     >>> ordered(("a", "b", "c", "d"), round_robin, 2), ordered(("a", "c"), ("c", "b", "a"), 2)

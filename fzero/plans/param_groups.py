@@ -1,7 +1,7 @@
 """Parameter groups, and the optimizer of each: the configuration's, or a user's transform.
 
-Group 0 has the configuration's optimizer (or `transform=`). Group i holds the parameters that the i-th entry of
-`param_groups` is the first to match.
+Group 0 has the configuration's optimizer (or `transform=`). Group i holds the parameters whose first match in `param_groups` is
+the i-th entry.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ The key `"params"` selects the parameters: a regular expression that is searched
 parameter."""
 
 OwnTransform = Transform | Callable[[Any], Transform]
-"""A user's transform, or a function of the learning rate that makes one; elementwise, for it works on shards.
+"""A user's transform, or a function of the learning rate that makes one. It must be elementwise, because it works on shards.
 
-The learning rate is a number, and a 0-d tensor where the whole step is compiled."""
+The learning rate is a number, or a 0-d tensor if the whole step is compiled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class UserTransform:
 
     @property
     def outcome(self) -> str:
-        """Three updates of fixed numbers, rounded to three digits: text by which ranks compare their transforms."""
+        """The result of three updates of fixed numbers as text, rounded to three digits. Ranks compare their transforms by it."""
         param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=3))
         transform = self.transform()
         state = transform.init(param)
@@ -87,7 +87,7 @@ class UserTransform:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it was given as a transform, which no learning rate reaches."""
+        """Whether it was given as a transform, which ignores the learning rate of the step."""
         return isinstance(self.make, Transform)
 
     def is_elementwise(self, kind: str) -> bool:
@@ -104,7 +104,7 @@ class UserTransform:
 def optimizers_of(
     cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
 ) -> list[Optimizer | UserTransform]:
-    """The optimizer of each group; group 0 is the configuration's or `transform`, for parameters that no group takes.
+    """The optimizer of each group. Group 0, of parameters that match no group, has the configuration's or `transform`.
 
     Raises:
         ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.

@@ -1,4 +1,4 @@
-"""The memory in which each tensor of the model state lives, and the sizes in which state streams from there and back.
+"""The memory in which each tensor of the model state lives, and the sizes of the pieces in which it is streamed.
 
 These tensors of a flat buffer have a placement: the master (`"master"`), each tensor of the optimizer state (`"optimizer"`) that
 is as long as the buffer, the shards of parameters (`"params"`) in stage 3, and the shards of gradients (`"grads"`) in stages 2
@@ -27,17 +27,17 @@ from sharding.dtypes import itemsize
 from sharding.specs import DEVICE, Placement
 
 GivenPlacements = Callable[[str, str, str], Placement | None] | Mapping[str, Placement] | None
-"""Placements by function, by pattern, or as the configuration says everywhere (None).
+"""Placements: a function, a mapping of patterns, or None for those of the configuration.
 
-A function of quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), key of the flat buffer, and leaf of the optimizer
-state (`"exp_avg"`; `""` for other quantities) returns a placement, or None for the configuration's. Patterns are of
-`quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"params/*"`); the first that matches counts."""
+A function takes the quantity (`"params"`, `"master"`, `"grads"` or `"optimizer"`), the key of the flat buffer, and the leaf of
+the optimizer state (`"exp_avg"`; `""` for other quantities). It returns a placement, or None for the configuration's. A pattern
+matches `quantity/key/leaf` (`"optimizer/*/exp_avg"`, `"params/*"`); the first match counts."""
 
 SUB_GROUP = 1 << 20
 """Elements of a sub-group where the configuration names none."""
 
 GRAIN, CHECKED_GRAIN = 1 << 11, 1 << 15
-"""Sub-groups are multiples of this many elements, without and with checksums: 4096 and 65536 bytes of 16-bit numbers."""
+"""Sub-groups are multiples of so many elements: 4096 bytes of 16-bit numbers, or 65536 bytes with checksums."""
 
 MOST_THREADS = 64
 
@@ -49,12 +49,14 @@ class Streaming:
     Attributes:
         sub_group_numel: elements of a flat tensor that are updated at a time.
         read_ahead, write_behind: sub-groups that are read before the updated one, and written after it.
-        num_buffers: most tensors of sub-groups in host memory; None is as many as `read_ahead` and `write_behind` need. Further
-            ones hold the first sub-groups of the next update, which are read during the backward.
-        num_staged: most shards of parameters in host memory between file and device; None is as many as the prefetch needs.
-        num_threads, block_nbytes: blocks of a file that move at once, and their bytes.
-        checksums: whether bytes that are read are compared with those that were written.
-        leftover: whether files that killed runs left under a path are an error, or removed.
+        num_buffers: the largest number of tensors of sub-groups in host memory; None takes as many as `read_ahead` and
+            `write_behind` need. Buffers beyond these hold the first sub-groups of the next update, which are read during the
+            backward.
+        num_staged: the largest number of shards of parameters in host memory between file and device; None takes as many as the
+            prefetch needs.
+        num_threads, block_nbytes: the number of blocks of a file that move at once, and the bytes of a block.
+        checksums: whether checksums verify that the bytes read are the bytes written.
+        leftover: whether files of killed runs under a path raise an error, or are removed.
     """
 
     sub_group_numel: int = SUB_GROUP
@@ -136,7 +138,7 @@ class Chooser:
         cfg: the placements of tensors for which none is given.
         given: see `GivenPlacements`.
         updated_numels: elements that a rank updates, by trained flat buffer in order.
-        shard_numels: elements of a rank's shard of parameters, by flat buffer whose parameters may live off the device.
+        shard_numels: elements of a rank's shard of parameters, for each flat buffer whose parameters may live off the device.
     """
 
     cfg: Config
@@ -162,7 +164,7 @@ class Chooser:
         """The placement of a tensor.
 
         Raises:
-            ConfigError: the given function or mapping has something else for it.
+            ConfigError: the given function or mapping gives something that is no placement.
         """
         name, found = leaf.placed_as, None
         if isinstance(self.given, Mapping):
@@ -192,7 +194,7 @@ class Chooser:
         return Placement("nvme", path=offload.nvme_path)
 
     def check_all_used(self, names: list[str]) -> None:
-        """Raises a ConfigError if a pattern was the first match of no tensor. `names`: of all tensors asked for."""
+        """Raises a ConfigError if a pattern was the first match of no tensor. `names` are those of all tensors asked for."""
         unused: Any = [p for p in self.given if p not in self._matched] if isinstance(self.given, Mapping) else []
         if unused:
             raise ConfigError(
@@ -237,7 +239,7 @@ def with_placements(
 
 
 def _may_live_elsewhere(leaf: StateLeaf) -> bool:
-    """Whether a tensor may live off the device: one as long as its buffer, but no full parameters or gradients."""
+    """Whether a tensor may live off the device: it is as long as its buffer, and holds no full parameters or gradients."""
     return leaf.is_long and (leaf.quantity in ("master", "optimizer") or isinstance(leaf.spec.spec, Sharded))
 
 

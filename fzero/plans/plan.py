@@ -68,14 +68,15 @@ class Plan:
         aliases: the other names of tied parameters and buffers, each with the name under which it is stored.
         optimizer: the specs of the optimizer state, by flat buffer.
         buffers: the specs of the module's own buffers, by name.
-        prefetch: most elements gathered before their use (compiled), at least the next unit (both); 0 is none, None one unit.
-        max_live: most gathered elements that are live after a prefetch.
+        prefetch: the largest number of elements that a compiled step gathers before their use. Compiled and eager steps gather at
+            least the next unit early, unless it is 0; None is one unit.
+        max_live: the largest number of gathered elements that are live after a prefetch.
         num_micro_steps: micro-batches in one step.
-        max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
+        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit.
         max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
-        unit_rules: what the unit scheduler knows of all this.
+        unit_rules: the part of the plan that the unit scheduler reads.
     """
 
     stage: int
@@ -148,9 +149,9 @@ class Plan:
     def bytes_per_rank(self) -> dict[str, int]:
         """Bytes of model state on one rank, padding included: `parameters`, `master`, `gradients` and `optimizer`.
 
-        ZeRO §3: 4Ψ, 0, 4Ψ and 8Ψ bytes for fp32 and Adam, 2Ψ, 4Ψ, 2Ψ and 8Ψ for 16 bits with an fp32 master, each divided
-        by the number of its shards (W on one axis) from the stage on that shards it. The gradients are live from the
-        backward to the update only.
+        ZeRO §3: 4Ψ, 0, 4Ψ and 8Ψ bytes for fp32 and Adam, 2Ψ, 4Ψ, 2Ψ and 8Ψ for 16 bits with an fp32 master, each divided by the
+        number of its shards (W on one axis) in the stages that shard it. The gradients are live only from the backward to the
+        update.
         """
         trainable = [buffer for buffer in self.flat_buffers if buffer.trainable]
         held = {
@@ -171,7 +172,7 @@ class Plan:
         return state_leaves(buffer, self.optimizer)
 
     def optimizer_leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
-        """Those of its optimizer state; none for a frozen buffer."""
+        """The tensors of its optimizer state, with their names; none for a frozen buffer."""
         return optimizer_leaves(buffer, self.optimizer)
 
     @property
@@ -222,8 +223,8 @@ class Plan:
     def sent_per_step(self) -> dict[str, int]:
         """Elements that one rank sends to the others in a step, by collective, padding included.
 
-        ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3; with accumulation stage 2 reduces and stage 3 gathers and
-        reduces in every micro-step. The last unit of the forward is the first of the backward and is not gathered twice.
+        ZeRO §7: 2Ψ(W-1)/W in stages 0–2, 3Ψ(W-1)/W in stage 3; with accumulation, stage 2 reduces in every micro-step, and stage
+        3 gathers and reduces in every one. The last unit of the forward is the first of the backward and is not gathered twice.
 
         Two cases are known only after the first step (`TrainStep.schedule`): a unit whose weights the backward does not need
         (an embedding) is not gathered in it, and a unit that is used in several separate places is gathered for each.
@@ -232,7 +233,7 @@ class Plan:
 
     @property
     def sent_by_axis(self) -> dict[str, dict[str, int]]:
-        """The same, by the axis of the mesh that it crosses.
+        """The elements of `sent_per_step`, by the mesh axis along which they are sent.
 
         A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
         so does the all-gather over both; an all-reduce sends twice that.
@@ -241,7 +242,7 @@ class Plan:
 
     @property
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
-        """The same in bytes, after the compression of the comm hooks."""
+        """`sent_by_axis` in bytes, after the compression of the comm hooks."""
         return self._sent(traffic.in_bytes, self.comm_hooks)
 
     @property
@@ -290,13 +291,13 @@ def plan(
         model: any module.
         cfg: a `Config`, or an argument of `Config.load`.
         world_size: number of ranks W, at least 1; None is the size of the mesh, or 1.
-        mesh: how the ranks stand along several axes; None is as the configuration says, or one axis.
+        mesh: the arrangement of the ranks along several axes; None takes the configuration's, or one axis.
         units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
             repeated blocks.
         param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
-        transform: in place of the configuration's optimizer; see `make_train_step`.
+        transform: replaces the configuration's optimizer; see `make_train_step`.
         gather_hook, reduce_hook, placements, order: see `make_train_step`.
-        trained: the names of the parameters that are trained; None is those that require gradients.
+        trained: the names of the parameters that are trained; None takes those that require gradients.
         starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
             missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
             buffers of their own.

@@ -1,6 +1,6 @@
 """`check_schedules`: proves from the events of all ranks that none hangs, leaks a unit, or reduces a gradient too early.
 
-A record holds the events that a rank's unit scheduler returned, in order, and what the model did between them: `use` where it
+A record holds the events that a rank's unit scheduler returned, in order, and the model's actions between them: `use` where it
 used a unit, `grad` where the gradients of a visit were written. The kinds are those of `fzero.plans.unit_scheduler`.
 """
 
@@ -20,18 +20,18 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
 
     1. All ranks issue the same agreed events in the same order. A rank waits only for what it has issued itself, so no rank
        waits for ever.
-    2. Each gather is waited for and then released, or dropped, exactly once, and none is under way at the boundary; a unit is
-       used only in between.
-    3. A reduction comes after all gradients of its unit, and ends before the schedule does, oldest first; it ends before the
-       next one of its unit where a comm hook keeps a state.
+    2. Each gather is waited for and then released, or it is dropped; each exactly once. No gather is under way at the boundary. A
+       unit is used only between the wait and the release.
+    3. A reduction starts after all gradients of its unit. Reductions end in the order of their starts, all before the end of the
+       schedule. If a comm hook keeps a state, a reduction ends before the next one of its unit starts.
     4. Gathered elements stay within `UnitRules.most_gathered`, full gradients that are being reduced within `max_reducing`.
 
     Args:
         schedules: the record of each rank, in rank order, from the first forward to the end of the last backward.
-        rules: of the plan.
+        rules: the rules of the plan.
 
     Raises:
-        ScheduleError: with the rank, the event and the rule.
+        ScheduleError: a rule is broken; the message names the rank, the event and the rule.
 
     >>> from fzero.plans.unit_rules import UnitRule
     >>> rules = UnitRules({"a": UnitRule(8, 0, (), False)}, 2, 2, True, 8, 8, None)
@@ -155,4 +155,4 @@ CHECKS: dict[str, Callable[[_Rank, str], None]] = {
     "reduce": _Rank.reduce,
     "end_reduce": _Rank.end_reduce,
 }
-"""What each kind of event must hold to."""
+"""The check for each kind of event."""

@@ -57,7 +57,7 @@ def sent_by_axis(
         mesh: the ranks.
         hooks: the comm hooks by axis.
         num_micro_steps: micro-batches in one step.
-        size: of one message.
+        size: the function that gives the size of one message.
     """
     sent: dict[str, dict[str, int]] = {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names}
     gathered = [unit for unit in units if unit.gathered_numel]
@@ -85,7 +85,8 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 class _Sent(NamedTuple):
     """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them, `times` a step.
 
-    Along each axis a rank sends one message to each of the others; the next axis has so many times fewer elements.
+    Along each axis a rank sends one message to each of the others; the number of elements for the next axis is divided by the
+    number of ranks along this one.
     """
 
     collective: Collective

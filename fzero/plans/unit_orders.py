@@ -1,17 +1,17 @@
 """The events of units, and the order of those that ranks agree on.
 
 All ranks must issue the agreed events in the same order, or all hang. The order is a tuple of events. The first step
-*negotiates* it: before every event each rank sends the others the unit that it needs next, the unit declared first is served
-(in the backward: last), and all take part. So the recorded order is the same on every rank even when their models branch on
-data. The steps after it *follow* it:
+*negotiates* it: before every event each rank sends the others the unit that it needs next. The event is for the one of these
+units that is declared first (in the backward: last), and all ranks take part. So the recorded order is the same on every rank
+even when their models branch on data. The steps after it *follow* it:
 
 - a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,
-- where all ranks need a unit at a place where the order has none, they negotiate from there on,
-- a rank that needs such a unit alone raises `ScheduleError`, which names the unit.
+- if all ranks need a unit that the order does not have at this place, they negotiate from there on,
+- if one rank alone needs such a unit, it raises `ScheduleError`, which names the unit.
 
-An order without some members of a list of blocks (layer drop) cannot be followed, for a later step runs them. So an order is
-learned only when all members have run in one step, or several steps have had the same order. `early` transforms a recorded
-order: it prefetches one unit.
+An order without some members of a list of blocks (layer drop) cannot be followed, because a later step may run them. So ranks
+learn an order only when all members have run in one step, or when several steps have had the same order. `early` transforms a
+recorded order: it prefetches one unit.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ AGREED: tuple[Literal["gather", "reduce", "boundary"], ...] = ("gather", "reduce
 """The kinds of events that all ranks issue in one order, indexed by the number that ranks exchange."""
 
 BOUNDARY, END = Event("boundary"), Event("end")
-"""The forward-backward boundary; and the end of a run, which ranks agree on when none has a wish."""
+"""The forward-backward boundary; and the end of a run, which ranks agree on when none needs another event."""
 
 Run = tuple[str | int | frozenset[str], ...]
 """The key of an order: runs with the same key have the same order of collectives.
 
-A forward: `("forward", "train")`. A backward: the number of backwards since the last forward; the forwards that it belongs to,
-by name and distance from the last one; and, where a forward still holds parameters, the names of its units."""
+A forward: `("forward", "train")`. A backward: the number of backwards since the last forward; the forwards that it belongs to, by
+name and distance from the last one; and, if a forward excludes trained parameters from its gradients (`still`), the names of
+these for each forward."""
 
 MOST_TRIES = 16
-"""Steps in which the order of a run may lack members of a list of blocks before it is learned, or given up."""
+"""The number of steps in which the order of a run may lack members of a list of blocks. Then it is learned, or given up."""
 
 
 @dataclass(slots=True)
@@ -97,7 +98,7 @@ class Orders:
         return False
 
     def give_up(self, run: Run) -> bool:
-        """Makes the run negotiate every time from now on; returns whether it did not before."""
+        """Makes the run negotiate every time from now on; returns whether this is new."""
         is_new = run not in self.varying
         self.varying.add(run)
         self.learned.pop(run, None)
@@ -160,13 +161,13 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
 
 
 def serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
-    """The wish that ranks serve next: that of the first declared unit, in a backward the last; None when no rank has a wish.
+    """The next event, of those that ranks need: that of the unit declared first (in a backward last); None if no rank needs one.
 
-    When ranks run different units, this is usually an order in which one rank could run them all. A unit's gather precedes
+    If ranks run different units, the result is usually an order in which one rank could run them all. A unit's gather precedes
     its reduction. The forward-backward boundary is served when all ranks want it.
 
     Args:
-        rows: each rank's wish as (kind, unit), by number; -1 is none.
+        rows: the event that each rank needs, as (number of its kind, number of its unit); -1 is none.
         in_forward: whether the model runs forward.
     """
     wishes = [row for row in rows if row[0] >= 0]

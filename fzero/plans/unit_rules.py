@@ -1,4 +1,4 @@
-"""`UnitRules`: what a plan says about gathers and reductions of units, in numbers: sizes, limits, kinds of memory.
+"""`UnitRules`: the numbers of a plan about gathers and reductions of units: sizes, limits, kinds of memory.
 
 The unit scheduler reads nothing else of a plan.
 """
@@ -14,8 +14,8 @@ from sharding import Mesh
 
 
 class FlatGrad(NamedTuple):
-    """What the scheduler knows of a trained flat buffer: its key, padded elements (P), whether this rank keeps the full
-    gradient, and the memory of that gradient."""
+    """A trained flat buffer for the scheduler: its key, padded elements (P), whether this rank keeps the full gradient, and the
+    memory of that gradient."""
 
     key: str
     numel: int
@@ -29,11 +29,12 @@ class FlatGrad(NamedTuple):
 
 
 class UnitRule(NamedTuple):
-    """What the scheduler knows of a unit.
+    """A unit, for the scheduler.
 
     Attributes:
         gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
-        num_staged: flat buffers whose shard stays in the memory that a file was read into while the unit is in use.
+        num_staged: the number of flat buffers whose shard stays in the memory into which its file was read, while the unit is in
+            use.
         grads: its trained flat buffers.
         remembers: whether the comm hooks of its reductions have a state.
     """
@@ -59,15 +60,15 @@ class UnitRule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitRules:
-    """What the scheduler knows of a plan; `Plan.unit_rules` is made once with the plan.
+    """A plan, for the scheduler; `Plan.unit_rules` is made once with the plan.
 
     Attributes:
         units: by name, in the order of their declaration.
         world_size, num_shards: the number of ranks, and of the finest shards.
         prefetches: whether the next unit may be gathered, and its shards loaded, while one is in use.
-        max_live: most gathered elements that are live after a prefetch.
-        max_reducing: most elements of full gradients that wait for their reduction, besides those of one unit.
-        max_staged: most flat buffers in the memory that files are read into; None is any number.
+        max_live: the largest number of gathered elements that are live after a prefetch.
+        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit.
+        max_staged: the largest number of flat buffers in the memory into which files are read; None sets no limit.
     """
 
     units: dict[str, UnitRule]
@@ -85,10 +86,11 @@ class UnitRules:
         return self.prefetches and has_room and one.gathered_numel + other.gathered_numel <= self.max_live
 
     def most_gathered(self, *, alike: bool = True) -> int:
-        """Most gathered elements that are live or under way: a unit is in use while the next, or itself again, is gathered.
+        """The bound on gathered elements, live or under way: one unit is used while the next (or the same again) is gathered.
 
         Args:
-            alike: whether every rank uses each unit that is gathered. If not, it takes part in other gathers meanwhile.
+            alike: whether every rank uses each unit that is gathered. If not, a rank takes part in gathers for other ranks while
+                it uses a unit.
         """
         largest = max(unit.gathered_numel for unit in self.units.values())
         if not alike:

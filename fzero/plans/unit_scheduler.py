@@ -1,8 +1,8 @@
-"""When a unit is gathered, kept, prefetched, reduced and released: the unit scheduler, a state machine without tensors.
+"""The unit scheduler, a state machine without tensors: decides when a unit is gathered, kept, prefetched, reduced and released.
 
 A `UnitScheduler` takes the requests of the model, of autograd and of the step, and returns `Event`s in order. The eager step
 executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fzero.estimation.dry_pass`), and
-`fzero.plans.schedule_check` checks those of all ranks. The kinds of events, in the order in which a unit meets them:
+`fzero.plans.schedule_check` checks the events of all ranks. The kinds of events, in the order in which a unit meets them:
 
 | kind | what happens |
 | --- | --- |
@@ -15,8 +15,8 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | collect | a flat gradient begins; `unit` is the key of its flat buffer |
 | reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
 | keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
-| end_reduce | the oldest reductions are waited for, and written to their home |
-| negotiate, depart | the runtime asks the other ranks for the next event, or to abandon the order, and calls `agreed`, `depart` |
+| end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
+| negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
@@ -111,7 +111,8 @@ class UnitScheduler:
 
         Args:
             is_last: whether it is the last before the update; only then are full gradients reduced.
-            visits: by unit, how many visits of the forwards it ends; a unit without any is complete after its first end.
+            visits: by unit, the number of visits in the forwards that this backward ends. A unit that is not listed is complete
+                after its first `end_visit`.
         """
         self._is_last, self._open_visits = is_last, Counter(visits)
 
@@ -173,7 +174,7 @@ class UnitScheduler:
         return tuple(out)
 
     def end_backward(self) -> tuple[Event, ...]:
-        """The backward has ended: the remaining units are reduced, and then as `take_part`."""
+        """The backward has ended: reduces the remaining units, and continues like `take_part`."""
         self._ready |= self._entered
         self._rest = self._unreduced()
         return self.take_part()
@@ -221,7 +222,7 @@ class UnitScheduler:
     # --- what ranks have agreed on ---------------------------------------------------------------------------------
 
     def agreed(self, event: Event) -> tuple[Event, ...]:
-        """All ranks have agreed on an event; `wish` is None once what this rank needed has come."""
+        """All ranks have agreed on an event. After the event that this rank needed, `wish` is its next one, or None."""
         out: list[Event] = []
         if event != END:
             self._issue(event, out)  # an incomplete gradient is sent as it is, and its rest in a later event
@@ -236,7 +237,7 @@ class UnitScheduler:
         return self._run.place
 
     def depart(self, place: int) -> tuple[Event, ...]:
-        """All ranks need an event that the order lacks; from its event number `place` on they negotiate.
+        """All ranks need an event that the order lacks. They negotiate from event number `place` of the order on.
 
         The ranks have reached different places in it, because a rank stops before the reduction of a unit that it uses. So
         all first issue the events up to the last of these places.
@@ -253,7 +254,7 @@ class UnitScheduler:
     # --- rules -----------------------------------------------------------------------------------------------------
 
     def _advance_to(self, wanted: Event, out: list[Event]) -> bool:
-        """Issues the events before `wanted`, and `wanted` itself. False if it must be agreed on first: it is the wish then."""
+        """Issues the events up to `wanted`. False if ranks must agree on `wanted` first; `wish` is set to it then."""
         if self._run.order is None:
             if self._is_alone:
                 self._issue(wanted, out)
@@ -276,7 +277,7 @@ class UnitScheduler:
         out.append(Event(kind))
 
     def _go_on(self, event: Event, out: list[Event]) -> None:
-        """What waited for an event continues: a gathered unit is in use, the forward turns to the backward."""
+        """Continues after an event that this rank waited for: uses the gathered unit, or turns from forward to backward."""
         if event.kind == "gather":
             out.append(Event("wait_gather", event.unit))
             self._live, self._under_way = event.unit, ""
@@ -301,7 +302,7 @@ class UnitScheduler:
                 yield Event("reduce", name)
 
     def _issue(self, event: Event, out: list[Event]) -> None:
-        """A collective is started, and what it needs before and after it."""
+        """Starts a collective, with the events that it needs before and after it."""
         self.executed.append(event)
         self._run.place += 1
         if event.kind == "reduce":
@@ -332,7 +333,7 @@ class UnitScheduler:
         self._in_flight.append(event.unit)
         self._num_reducing += unit.reduced_numel
         if any(grad.memory not in self._here for grad in started):
-            # A gradient with a home in other memory is written there while the next unit's backward runs.
+            # A gradient that lives in other memory is written there while the next unit's backward runs.
             while len(self._in_flight) > (self._rules.world_size > 1):
                 self._end_reduce(out)
 

@@ -6,8 +6,8 @@
 3. A `_Call` is one call of such a module. The first run uses the arguments as they were passed. Later runs use the saved
    arguments in the same containers, with the same random state and the module buffers of the first run.
 
-The second run fetches its parameters in the backward, as the first did in the forward, and thereby enters the unit. That
-gather replaces the one that the saved tensors would have needed.
+The second run fetches its parameters in the backward, as the first did in the forward, and thereby enters the unit. This gather
+replaces the gather that the saved tensors would have needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as run_checkpointed
 from fzero.runtime.module_binding import replaced_forwards
 
 Choice = int | Callable[[str, nn.Module], bool]
-"""n for every n-th unit that is one module, the first included; or a function of a module and its name."""
+"""n, for every n-th unit that is one module (the first included); or a function of a module and its name."""
 
 
 class Moves(NamedTuple):
@@ -37,7 +37,7 @@ class Moves(NamedTuple):
 
 
 def host_moves(device: torch.device) -> Moves | None:
-    """To pinned host memory and back to `device`; None on the CPU, where inputs are in host memory already."""
+    """Moves to pinned host memory and back to `device`; None on the CPU, where inputs are in host memory already."""
     if device.type == "cpu":
         return None
 
@@ -55,13 +55,13 @@ def choose_modules(
 
     Args:
         model: any module.
-        choice: see `Choice`. A function is called for the modules inside `model` that have a forward; of those for which
-            it is true, the outermost are chosen. None chooses no module.
+        choice: see `Choice`. A function is called for the modules inside `model` that have a forward. It chooses the outermost
+            modules for which it is true. None chooses no module.
         blocks: names of the units that are one module.
         field: the argument or configuration field that `choice` comes from, for messages.
 
     Raises:
-        ValueError: the choice is neither, or matches no module.
+        ValueError: the choice is neither a positive number nor a function, or it matches no module.
 
     >>> stack = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     >>> choose_modules(stack, 2, blocks=["0", "1", "2"])
@@ -98,7 +98,7 @@ def choose_modules(
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Not a ModuleList, a ParameterList and the like, which are never called."""
+    """Whether the module can be called: a ModuleList, a ParameterList and the like are not."""
     return "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
 
 
@@ -107,7 +107,7 @@ class Checkpointing:
     """The checkpointed modules of a model, and the memory of their saved inputs.
 
     Attributes:
-        names: of the modules.
+        names: the names of the modules.
         moves: move inputs that need a gradient to other memory; None keeps them where they are. Other inputs (a mask, a
             table of positions) are never moved, because most are the same for all blocks.
     """
@@ -125,14 +125,14 @@ class Checkpointing:
         aliases: Mapping[str, str],
         moving: frozenset[str] | None,
     ) -> Iterator[None]:
-        """Inside, the modules are checkpointed where a gradient is recorded; afterwards `model` is unchanged.
+        """A context in which the modules are checkpointed if gradients are recorded; afterwards `model` is unchanged.
 
         Args:
-            model: bound already, so that its buffers are the state's.
-            device: whose random state is kept for the second run, beside the CPU's.
+            model: the model, already bound: its buffers are the state's.
+            device: its random state is kept for the second run, in addition to the CPU's.
             recomputing: a context for each second run.
             aliases: the other names of tied buffers.
-            moving: names of the buffers that a forward changes; None while that is not known.
+            moving: the names of the buffers that a forward changes; None while they are not known.
         """
         anchor = torch.empty(0, device=device)
 
@@ -159,7 +159,7 @@ class _Slot(NamedTuple):
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """The module's present mapping: binding it again for the backward replaces the mapping."""
+        """The module's present mapping of buffers. (To bind the module again for the backward replaces the mapping.)"""
         return self.module._buffers
 
 
@@ -186,7 +186,7 @@ def checkpointed(site: Site) -> Callable[..., Any]:
         args = tuple(_without_cache(arg, site.name) for arg in args)
         kwargs = {key: _without_cache(arg, site.name) for key, arg in kwargs.items()}
         call = _Call(site, args, kwargs)
-        # torch reads the device of the random state from the anchor, also when no argument is a tensor. Tensors are
+        # torch reads the device of the random state from the anchor. This works even if no argument is a tensor. Tensors are
         # separate arguments: torch saves them as autograd does, and detects changes in place.
         return run_checkpointed(call, site.anchor, *call.tensors, use_reentrant=False)
 
@@ -194,7 +194,7 @@ def checkpointed(site: Site) -> Callable[..., Any]:
 
 
 def _without_cache(arg: Any, module: str) -> Any:
-    """None for an empty cache of keys and values, which is for generation: a second run would append to it again."""
+    """The argument; None for an empty cache of keys and values (for generation), to which a second run would append again."""
     if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
         return arg
     if arg.get_seq_length():
@@ -249,7 +249,7 @@ class _Call:
 
 
 class _Found(NamedTuple):
-    """A module buffer as a call found it: a copy if the forward changes it, otherwise itself with its version."""
+    """A module buffer at the start of a call: a copy if the forward changes it, otherwise the buffer itself and its version."""
 
     slot: _Slot
     value: Tensor
@@ -276,7 +276,7 @@ class _Found(NamedTuple):
 
 @contextmanager
 def _buffers_as_found(found: Sequence[_Found]) -> Iterator[None]:
-    """Inside, the buffers have their values of the first run; changes to them are dropped, because that run has made them."""
+    """Inside, the buffers have the values of the first run. Changes are dropped, because the first run has made them."""
     now = [slot.buffers[slot.key] for slot, _, _ in found]
     try:
         for buffer in found:

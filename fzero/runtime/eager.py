@@ -1,4 +1,4 @@
-"""Forwards and backwards of any PyTorch model, its parameters gathered and its gradients reduced unit by unit.
+"""Forwards and backwards of any PyTorch model. Parameters are gathered and gradients are reduced unit by unit.
 
 No graph is captured. The model runs as it is, bound to the tensors that `ForwardBackward.fetch` returns:
 
@@ -68,9 +68,9 @@ class _Present:
 class ForwardBackward:
     """Forwards and backwards between two updates on one rank.
 
-    The two halves: run the model, bound to `fetch`, inside `forward(...)`; then call `backward(loss, row)`, with the model
-    bound again. Any number of backwards may follow any number of forwards. Between the halves no collective is under way
-    and one unit is still gathered; a forward without a backward leaves nothing behind. After an error in a half, or after
+    There are two halves. First run the model, bound to `fetch`, inside `forward(...)`. Then bind it again and call
+    `backward(loss, row)`. Any number of backwards may follow any number of forwards. Between the halves no collective is under
+    way, and one unit is still gathered. A forward without a backward leaves nothing behind. After an error in a half, or after
     `close`, the object cannot be used again, and a backward through its graphs raises.
 
     Args:
@@ -111,7 +111,7 @@ class ForwardBackward:
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         self._status: Literal["idle", "running", "passed", "over"] = "idle"
-        self._num_modes = 0  # dispatch modes of the caller, active around a half
+        self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
         self._present: _Present | None = None
         self._loss_stats: Pending | None = None
@@ -137,7 +137,7 @@ class ForwardBackward:
     def forward(
         self, run: str, *, saves: bool = True, still: frozenset[str] = frozenset(), compares: bool = False
     ) -> Iterator[None]:
-        """Inside, the model runs, bound to `fetch`. *Collective* in stage 3, also for units that only other ranks use.
+        """Run the bound model inside this context. *Collective* in stage 3, also for units that only other ranks use.
 
         Args:
             run: the key of its order of collectives.
@@ -150,7 +150,7 @@ class ForwardBackward:
         Raises:
             ValueError: the forward has changed a parameter.
         """
-        with self._running(("forward", run)):  # without `still`: a forward gathers the same with and without gradients
+        with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.execute(self._scheduler.begin_forward(is_first=self.forwards.begin(run, still)))
             self._given.begin(compares=compares)
@@ -190,7 +190,7 @@ class ForwardBackward:
             is_first: whether `grads` holds nothing yet.
             is_last: whether this is the last backward before the update; only then are full gradients reduced.
             keeps: whether the graph is retained for another backward.
-            check: checks the rows before any other collective, where the order of these may differ between ranks.
+            check: checks the rows before any other collective, if the order of collectives may differ between ranks.
 
         Returns:
             Every rank's row, in rank order.
@@ -224,7 +224,7 @@ class ForwardBackward:
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
-        """Inside, the backward of another step runs through forwards of this one; the gradients collected here do not change.
+        """Inside, a backward of another step may run through forwards of this one; gradients here do not change.
 
         *Collective* in stage 3: gathers again.
         """
@@ -292,7 +292,7 @@ class ForwardBackward:
 
     @property
     def still(self) -> frozenset[str]:
-        """The parameters without gradients, because they required none in any forward."""
+        """The parameters that have no gradient, because no forward required one."""
         return self.forwards.still
 
     @property
@@ -303,7 +303,7 @@ class ForwardBackward:
         return frozenset(b.key for b in buffers if b.trainable and still.issuperset(b.layout.names))
 
     def _check_runs(self) -> None:
-        """Raises outside the two halves, where other ranks do not take part in what autograd needs."""
+        """Raises outside the two halves: other ranks do not take part there in the collectives that autograd needs."""
         if self._status not in ("running", "passed"):
             raise RuntimeError(OVER if self.is_over else BETWEEN)
 
@@ -327,7 +327,7 @@ class ForwardBackward:
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """Inside, a part of the model runs again for its backward; parameters fetched here get no gradient and count no visit."""
+        """Inside, part of the model runs again for its backward; fetched parameters get no gradient, and no visit counts."""
         before, self._runs_again = self._runs_again, True
         try:
             yield
@@ -335,7 +335,7 @@ class ForwardBackward:
             self._runs_again = before
 
     def _enter(self, unit: UnitPlan) -> _Present:
-        """Makes `unit` the present one and its parameters the leaves."""
+        """Makes `unit` the present unit, and its parameters the present leaves."""
         self._end_range()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
@@ -343,7 +343,7 @@ class ForwardBackward:
             self._range = profiler_range("unit", unit.name)
             self._range.__enter__()
         # The model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
-        # checkpointing) must not affect the leaves: they may be used outside it later.
+        # checkpointing) must not affect the leaves: the model may use them outside of it later.
         with (
             torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(),
             beneath_modes(self._num_modes),
@@ -392,7 +392,7 @@ class ForwardBackward:
             self._present.leaves.clear()
 
     def _leave(self, unit: str) -> None:
-        """Drops the parameters of the present unit, unless it is `unit`; its memory can be given back then."""
+        """Drops the parameters of the present unit, unless it is `unit`; then the unit's memory can be given back."""
         if self._present is not None and self._present.unit != unit:
             self._forget_leaves()
             self._present = None

@@ -12,12 +12,12 @@ from fzero.storage.file_tensor import StateFiles, handles_of
 
 
 def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:
-    """Raises on every rank when the files of one have failed; no rank's files can be used then.
+    """Raises on every rank if one rank's files have failed; after that no rank's files can be used.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.
 
     Args:
-        error: an error on this rank that is not one of its files.
+        error: an error on this rank that did not come from its files.
 
     Raises:
         StoreError, MemoryError: this rank's own error, or a StoreError that names the rank which failed.

@@ -1,7 +1,7 @@
 """`finish` and `next_state`: from the losses and gradients of all ranks to loss, norm, overflow, factor, and the next state.
 
-Functions of tensors, which do not wait for a device. The eager step calls `finish` on tensors, a captured one inside its
-graph, and one of all ranks at once under `torch.vmap`. `fzero.runtime.outcome` raises for what it found.
+Functions of tensors, which do not wait for a device. The eager step calls `finish` on tensors, a captured step inside its graph,
+and a simulated step of all ranks under `torch.vmap`. `fzero.runtime.outcome` raises the errors that it found.
 
 Shape letters: A micro-steps, W ranks, M = A·W rows, F shards.
 """
@@ -30,8 +30,8 @@ class StepRules:
     """The rules by which a step ends.
 
     Attributes:
-        loss: of loss, norm and clipping.
-        scaling: of the loss scale.
+        loss: the rules of loss, norm and clipping.
+        scaling: the rules of the loss scale.
         skips_overflow: whether a step with an overflow makes no update; if not, it is an error.
     """
 
@@ -49,9 +49,9 @@ class Outcome(NamedTuple):
     norm: Tensor
     overflow: Tensor
     ok: Tensor
-    """Whether the step updates, or skips an overflow that may be skipped; if not, only `state.grads` is written."""
+    """Whether the step is valid: it updates, or skips an overflow that may be skipped. If not, it only writes `state.grads`."""
     loss_scale: LossScale[Tensor]
-    """Of the next step."""
+    """The loss scale of the next step."""
 
 
 class Finished(NamedTuple):
@@ -59,7 +59,7 @@ class Finished(NamedTuple):
 
     outcome: Outcome
     skip: Tensor | None = None
-    """Whether nothing is updated; None where a graph has made the update."""
+    """Whether the update is skipped; None if a graph has made the update."""
     factor: Tensor | None = None
     """The factor that the gradients still need; None is 1."""
 
@@ -78,11 +78,11 @@ class Collected(NamedTuple):
     hook_states: dict[str, dict[str, Any]]
     hyper: Hyper
     transfer: ShardTransfer | None = None
-    """The transfer of the backward, which may have measured a gradient's contribution to the norm."""
+    """The transfer of the backward. It may have measured the contributions of gradients to the norm."""
     still: Collection[str] = ()
     """The keys of flat buffers that are not updated."""
     outcome: Outcome | None = None
-    """Of a graph that has also finished the step, and updated the state."""
+    """The outcome, if a graph has also finished the step and updated the state."""
 
 
 def finish(
@@ -93,7 +93,7 @@ def finish(
     Args:
         stats_AW4: see `Outcome.loss_stats`.
         norm_parts_F: see `norm_parts`.
-        loss_scale: by which the losses were multiplied.
+        loss_scale: the factor by which the losses were multiplied.
         is_sum: whether each loss is a sum, to be divided by the sum of the weights.
     """
     rows_M2 = stats_AW4.flatten(0, 1)[:, :2]
@@ -125,12 +125,12 @@ def norm_parts(
 ) -> Tensor:
     """The parts (F,) of the norm of the collected gradients: the same numbers, added in the same order, in all stages.
 
-    *Collective* where a rank has not the gradients of all shards: sends one number.
+    *Collective* if a rank does not have the gradients of all shards: sends one number.
 
     Args:
         measured: the contributions of the flat gradients of one shard (`LossRules.of_shard`), in the order of the plan.
         shards: the shards whose gradients this rank has: all, or its own.
-        stack: the numbers of all shards (F,), from that of this rank's own.
+        stack: a collective: from the number of this rank's shard to the numbers of all shards (F,).
     """
     parts = [rules.joined(measured(shard), device) for shard in shards]
     return torch.stack(parts) if len(parts) == num_shards else stack(parts[0])
@@ -142,9 +142,9 @@ def next_state(
     """The state after an update, and the metrics. A skipped update keeps step, module buffers, random state and hook states.
 
     Args:
-        state: updated; its counter is written in place, because the step has taken the state. Of all ranks, with a leading
-            dimension, where the ranks are simulated at once.
-        outcome: of one rank, but for the loss scale, which is that of the state.
+        state: the updated state. Its counter is written in place, because the step has taken the state. If all ranks are
+            simulated at once, it has a leading dimension of ranks.
+        outcome: the outcome on one rank; only its loss scale has the form of the state's.
     """
     overflow, scale = outcome.overflow, state.loss_scale.scale
     buffers, rng, hook_states = collected.buffers, collected.rng, collected.hook_states
@@ -158,7 +158,7 @@ def next_state(
     if rules.loss.scales_loss:  # errors that comm hooks feed back are multiples of the loss scale
         ratio = outcome.loss_scale.scale / scale
         hook_states = optree.tree_map(lambda x: _times_each(x, ratio) if x.is_floating_point() else x, hook_states)
-    lr = torch.full((), collected.hyper.rates[0], device=overflow.device)  # a fill does not wait for the device
+    lr = torch.full((), collected.hyper.rates[0], device=overflow.device)  # a fill need not wait for the device
     metrics = Metrics(outcome.loss, outcome.norm, lr, overflow, scale.reshape(-1)[0].clone())
     new = state._replace(
         step=num_updates, buffers=buffers, loss_scale=outcome.loss_scale, rng=rng, hook_states=hook_states

@@ -1,4 +1,4 @@
-"""`Forwards`: the forwards of an accumulation window. They tell a backward which gradients to expect, and in which order."""
+"""`Forwards`: the forwards of an accumulation window. They determine which gradients a backward expects, in which order."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class Forwards:
 
     @property
     def last_alone(self) -> dict[int, Counter[str]] | None:
-        """The visits of the last forward, if a backward can only be of that one (the usual case). None: read the graph."""
+        """The visits of the last forward, if a backward can only belong to it (the usual case). None: the graph must be read."""
         return {self.last_index: self.last.visits} if self._num_new == 1 and not self._is_kept else None
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
-        """The key of the order of collectives in a run of `kind` back through these forwards."""
+        """The key of the order of collectives in a run of `kind` that goes back through these forwards."""
         of_each: Iterable[tuple[str | int, ...]] = (
             (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )

@@ -1,4 +1,4 @@
-"""`Gathers`: the gathered flat buffers of a forward-backward, which are under way, live, or recorded as saved views.
+"""`Gathers`: the gathered flat buffers of a forward-backward. A buffer is under way, live, or recorded in saved views.
 
 Autograd must not keep a gathered buffer alive until the backward. So a saved tensor that is a view of one is replaced by a
 `SavedView` (buffer, offset, size, stride). The backward gathers the buffer again and makes the view from it.
@@ -24,7 +24,7 @@ from fzero.verbs import start_gather
 
 
 class SavedView(NamedTuple):
-    """A saved tensor as a view of a gathered flat buffer, from which it is made again."""
+    """A saved tensor, described as a view of a gathered flat buffer, so that it can be made again."""
 
     unit: UnitPlan
     key: str
@@ -34,7 +34,7 @@ class SavedView(NamedTuple):
 
 
 class _Gather(NamedTuple):
-    """The gather of one flat buffer under way, with the shard that it reads; None where a single rank holds all of it."""
+    """The gather of one flat buffer under way, and the shard that it reads; None if a single rank holds the whole buffer."""
 
     buffer: FlatParamPlan
     pending: Pending
@@ -106,7 +106,7 @@ class Gathers:
                 self._transfer.prefetch(buffer.key, self._params[buffer.key])
 
     def wait(self, unit: UnitPlan) -> None:
-        """Waits for the gathers of a unit, which is live then."""
+        """Waits for the gathers of a unit, and makes it live."""
         flats = self._live[unit.name] = self._end(unit.name)
         self._versions |= {key: flat._version for key, flat in flats.items()}
         for key, flat in flats.items():
@@ -137,7 +137,7 @@ class Gathers:
         return self._live.get(unit, {})
 
     def release(self, unit: str) -> None:
-        """Gives the memory of a live unit back, if no error has ended the forward-backward."""
+        """Returns the memory of a live unit, unless an error has ended the forward-backward."""
         for key, flat in self._live.pop(unit, {}).items():
             self._by_storage.pop(address(flat), None)
             self._check_unchanged(key, flat)

@@ -1,4 +1,4 @@
-"""`GivenParams`: checks that a forward neither changes its parameters nor differentiates by one visit's part of them.
+"""`GivenParams`: checks that a forward does not change its parameters, nor differentiate by those of a single visit.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
@@ -38,7 +38,7 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RefusesParts:
-    """A gradient hook on a parameter in one of several visits of its unit; the forward must not differentiate by it."""
+    """A gradient hook on a parameter of a unit that is visited several times; the forward must not differentiate by it."""
 
     given: GivenParams
     name: str
@@ -80,9 +80,9 @@ class GivenParams:
             ]
 
     def refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """From the second visit of a unit on, makes a gradient by one of its parameters raise inside the forward.
+        """From a unit's second visit on, a gradient with respect to one of its parameters raises inside the forward.
 
-        Such a gradient would belong to one visit only.
+        Such a gradient would contain the part of one visit only.
 
         Args:
             leaves: the parameters in this visit that require gradients.

@@ -1,4 +1,4 @@
-"""`Observer`: the protocol through which a step reports its batches and updates; a step knows no more of its observers.
+"""`Observer`: the protocol through which a step reports its batches and updates; a step uses nothing else of an observer.
 
 To observe steps, register a maker of observers before the step is made, as `fzero.tuning.probe` does in a job that the
 autotuner started.
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Is called while a step runs. Each method may end the process."""
+    """Its methods are called while a step runs. Each may end the process."""
 
     def sees(self, batch: Any, *, is_call: bool = False) -> None:
-        """A batch has arrived; `is_call`: it is the arguments of the model (positional, by name)."""
+        """A batch has arrived; `is_call`: the batch holds the arguments of the model (positional ones, and those by name)."""
 
     def begins(self) -> None:
         """The work of a step begins."""
@@ -31,7 +31,7 @@ class Observer(Protocol):
 
 
 Maker = Callable[["Any", "nn.Module", "Config", "LossFn | None", "torch.device"], Observer | None]
-"""Makes the observer of a step from its ranks, model, configuration, loss function and device; None to see nothing."""
+"""Makes the observer of a step from its ranks, model, configuration, loss function and device; None to observe nothing."""
 
 _MAKERS: list[Maker] = []
 

@@ -14,14 +14,15 @@ from fzero.state import TrainState
 
 @dataclass(slots=True)
 class HyperCheck:
-    """The hyper-parameters of which this rank has sent a checksum, and those of which it has not yet.
+    """The hyper-parameters whose checksum this rank has sent, and those whose checksum it will send.
 
     Attributes:
         groups: the names of the parameter groups.
-        optimizers: of each group, as the step was made with them.
-        now: of the update to come, as known in the last backward; None where the host would have to wait for the device.
-        last: of the last update.
-        is_late: whether these are others than the backward before it knew.
+        optimizers: the optimizer of each group that the step was made with.
+        now: the hyper-parameters of the next update, as known in the last backward; None if the host would have to wait for the
+            device.
+        last: the hyper-parameters of the last update.
+        is_late: whether `last` differs from what the backward before that update knew.
         scale: the loss scale; None where the host would have to wait for the device.
     """
 
@@ -35,10 +36,10 @@ class HyperCheck:
     def checksum(
         self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
     ) -> int:
-        """A checksum of the numbers that this rank works out by itself.
+        """A checksum of the numbers that this rank computes by itself.
 
-        These are the hyper-parameters of the update to come, where the host knows how many updates there were, and those of
-        the last update, if the checksum before it did not include them.
+        These are the hyper-parameters of the next update, if the host knows the number of updates so far. If the checksum before
+        the last update did not include that update's hyper-parameters, they are added.
         """
         is_known = state.step.device.type == "cpu"
         self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper

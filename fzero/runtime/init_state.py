@@ -1,4 +1,4 @@
-"""`StateBuilder`: makes a step's first states: from a model's weights, a state dict, a seed alone, or blank ones to be filled.
+"""`StateBuilder`: makes the first states of a step: from a model's weights, from a state dict, from a seed, or blank.
 
 Values are made unit by unit, so that a model on `meta` that exceeds a rank's memory is never in memory as a whole. A module
 on `meta` is filled by its own `reset_parameters` (or the user's `init_fn`) under a seed derived from the run's seed and the
@@ -51,7 +51,7 @@ class StateBuilder:
         """A new state. *Collective:* every rank; rank 0's values are used.
 
         Args:
-            params, init_fn: as `given` and `init_fn` of `values`.
+            params, init_fn: see `given` and `init_fn` of `values`.
         """
         world = mesh.world
         if params is not None:
@@ -75,10 +75,10 @@ class StateBuilder:
         return self._state(state, buffers, world.rank)
 
     def blank(self, rank: int, files: StateFiles | None = None) -> TrainState[Tensor]:
-        """A state of zeros, but for what `make` gives to every state: optimizer state, loss scale, random state, hook states.
+        """A state of zeros. Optimizer state, loss scale, random state and hook states are those that `make` gives.
 
         Args:
-            files: of the state; without them all of it is on the device, whatever its placements.
+            files: the files of the state; None puts all of it on the device, whatever its placements.
         """
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
         for buffer in self.plan.flat_buffers:
@@ -100,7 +100,7 @@ class StateBuilder:
     def optimizer(
         self, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
     ) -> dict[str, Any]:
-        """The optimizer state of a rank as `make` makes it, for parameters and masters that there are; `files` as in `blank`."""
+        """The optimizer state of a rank as in `make`, for existing parameters and masters; `files`: see `blank`."""
         optimizer = {}
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
@@ -123,7 +123,7 @@ class StateBuilder:
 
     def _state(self, parts: dict[str, dict[str, Any]], buffers: dict[str, Tensor], rank: int) -> TrainState[Tensor]:
         cfg = self.recipe.cfg
-        # Where a step may be skipped, its device decides whether it counts.
+        # If a step may be skipped, the device decides whether the step counts.
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if cfg.skips_overflow else "cpu")
         return TrainState(
             step=num_updates, **parts, buffers=buffers, loss_scale=cfg.loss_scaling().init(self.device), rng=self.rng(rank),

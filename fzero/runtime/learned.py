@@ -1,4 +1,4 @@
-"""`Learned`: what the first calls of a step find out. It is the same for every state, and holds no tensor of one."""
+"""`Learned`: the findings of the first calls of a step. They are the same for every state, and hold none of its tensors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fzero.runtime.step_spec import StepSpec
 
 @dataclass(slots=True)
 class Learned:
-    """What a step has found out so far, on one rank.
+    """The findings of a step so far, on one rank.
 
     Attributes:
         orders: of collectives, by run; None where every step negotiates them.
         hyper: the hyper-parameters that this rank has compared with the others.
-        origin: the model's own values, until the first step.
+        origin: the model's own values, for a check that ends with the first step.
         num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
-        own_grads: looks for gradients of the module's own parameters, in the first step.
-        holds_still: whether a forward ever held trained parameters still.
+        own_grads: checks in the first step that the module's own parameters got no gradients.
+        holds_still: whether any forward has excluded trained parameters from its gradients (`still`).
     """
 
     orders: Orders | None

@@ -36,11 +36,11 @@ def loss_of(
         model: called with the batch, or passed to `loss_fn`.
         loss_fn: see `make_train_step`; None takes the model's output.
         batch: the arguments of the model: a mapping by name, a tuple or list by position, else one argument.
-        reduces_by_sum: whether gradients are summed over ranks, which excludes a weight.
+        reduces_by_sum: whether gradients are summed over ranks, not averaged; then the loss may have no weight.
         autocast: the dtype of `torch.autocast` on `device`, None for none.
 
     Raises:
-        ValueError: the loss is no scalar that depends on a trainable parameter, or the weight is no number of at least 0.
+        ValueError: the loss is no scalar, or depends on no trainable parameter; or the weight is not one number of at least 0.
     """
     if autocast is not None:
         with torch.autocast(device, dtype=autocast):
@@ -187,10 +187,10 @@ def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
 
 
 def agreed_buffers(rows_WN: Tensor) -> Tensor:
-    """One value (N,) for the module buffers of all ranks: the mean of floating ones, else rank 0's."""
+    """One value (N,) for the module buffers of all ranks: the mean for floating ones, rank 0's for others."""
     if not rows_WN.dtype.is_floating_point:
         return rows_WN[0]
-    # Values that are equal on all ranks must not change, not even in the last bit.
+    # If all ranks have equal values, these must not change, not even in the last bit.
     return torch.where((rows_WN == rows_WN[0]).all(dim=0), rows_WN[0], mean_in_rank_order(rows_WN))
 
 

@@ -1,4 +1,4 @@
-"""`bound`: a module computes with tensors that it does not own; it is bound to them while it runs.
+"""`bound`: a module computes with tensors that it does not own. It is bound to them while it runs.
 
 Inside `bound(...)` every access to a parameter, in any module and anywhere in its code, calls a function that returns the
 tensor by the parameter's full name. A unit is gathered at that moment: no hook has to guess which parameters a forward will
@@ -39,7 +39,7 @@ class _Parameters(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
-        # `fetch`. That tensor must not be used again after its unit is gathered anew, so only its name is kept.
+        # `fetch`. After its unit is gathered again this tensor must not be used, so only its name is kept.
         name = getattr(value, "fzero_name", None)
         if name is not None:
             self.names[key] = name
@@ -71,14 +71,14 @@ def is_bound(model: nn.Module) -> bool:
 
 @contextmanager
 def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
-    """Runs `model` on the tensors of `fetch` and `buffers`; afterwards it is as it was found, also after an error.
+    """Runs `model` on the tensors of `fetch` and `buffers`; afterwards, also after an error, the model is unchanged.
 
     Args:
         model: the module; the tensors that it owns are neither read nor written.
-        aliases: the other names of tied parameters and buffers, with the name that `fetch` and `buffers` know.
+        aliases: the other names of tied parameters and buffers, each with the name that `fetch` and `buffers` use.
         fetch: the tensor of a parameter, by its full name.
-        buffers: the module's buffers by full name. In-place changes reach these tensors; a buffer that the model
-            assigns anew takes the old one's place in the mapping.
+        buffers: the module's buffers by full name. In-place changes reach these tensors; if the model assigns a new tensor to a
+            buffer, the mapping holds the new tensor.
     """
     modules = list(model.named_modules())
     found = [(module, module._parameters, module._buffers) for _, module in modules]
@@ -152,7 +152,7 @@ def _own_names(
         if own is not None:
             names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
             own_by_id[id(own)] = own
-            if type(own) is nn.Parameter:  # else another rank in lockstep has it bound
+            if type(own) is nn.Parameter:  # otherwise another rank in lockstep has bound it
                 check_no_hooks(names[key], own)
     return names
 
@@ -165,7 +165,7 @@ def _bind_buffers(
     for key, buffer in module._buffers.items():
         name, is_cache = aliases.get(dot + key, dot + key), key in module._non_persistent_buffers_set
         if is_cache and name not in buffers:
-            continue  # the module's own affair, as an attribute is
+            continue  # it belongs to the module, like an attribute
         if buffer is None:
             yield _BufferSlot(module._buffers, key, dot + key, None)
             continue
@@ -176,7 +176,7 @@ def _bind_buffers(
 
 
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
-    """Raises ValueError where a forward has registered a parameter or buffer that the state lacks: it would be lost."""
+    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
     dot, parameters = f"{prefix}." if prefix else "", module._parameters
     assert isinstance(parameters, _Parameters)
     for key in parameters.put:
@@ -189,7 +189,7 @@ def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any])
 
 
 def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
-    """Keeps buffers that a forward has registered with `persistent=False`, such as a table that is made once.
+    """Keeps the buffers that a forward has registered with `persistent=False`, such as a table that is made once.
 
     Tensors made in a trace are not kept, because they have no values.
     """
@@ -218,7 +218,7 @@ def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> No
 
 @contextmanager
 def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """Inside, the random state is `rng`; then the process' own is restored. Yields a dict that receives the new state."""
+    """Inside, the random state is `rng`; on exit the former one is restored. Yields a dict that receives the new state."""
     after: dict[str, Tensor] = {}
     own = {"cpu": torch.get_rng_state()}
     torch.set_rng_state(rng["cpu"].clone())  # torch misreads a view into other memory
@@ -240,7 +240,7 @@ def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[
 def attributes_kept(model: nn.Module) -> Iterator[None]:
     """Restores the attributes of all modules on exit, including the contents of their lists, sets and dicts.
 
-    For a run on tensors without memory: otherwise a table that the model makes once would keep such a tensor.
+    For a run on tensors without memory: otherwise the model would keep such a tensor, for example a table that it makes once.
     """
     owned = [(vars(module), dict(vars(module))) for module in model.modules()]
     held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
@@ -267,8 +267,8 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
 def beneath_modes(num_modes: int) -> Iterator[None]:
     """Inside, only the first `num_modes` of the active modes of `torch.utils._python_dispatch` are active.
 
-    A mode that a model enters must see the model's operations only. The gather of its parameters is none of them, and does
-    not recur when the mode's region runs again.
+    A mode that a model enters must see the model's operations only. The gather of its parameters is not one of them, and is not
+    repeated when the mode's region runs again.
     """
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
     try:
@@ -318,7 +318,7 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
-    """The root, and the names of the modules that hold two ends of a tie."""
+    """The root, and the names of the modules that contain two names of a tied parameter."""
     parents = {""}
     for alias, owner in aliases.items():
         steps = takewhile(lambda pair: pair[0] == pair[1], zip(alias.split("."), owner.split(".")))
@@ -327,10 +327,10 @@ def _parents_of_ties(aliases: dict[str, str]) -> set[str]:
 
 
 def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[..., Any]:
-    """The method `named_parameters` of a bound module, which identifies parameters by the module's own, not by fetched tensors.
+    """The method `named_parameters` of a bound module. It identifies parameters by those of the module, not by fetched tensors.
 
-    A tied parameter whose unit is entered again is a new tensor, and would be listed twice. A set of the tensors yielded so
-    far would also keep all gathered buffers alive.
+    If the unit of a tied parameter is entered again, fetching gives a new tensor, and the parameter would be listed twice. A set
+    of the tensors yielded so far would also keep all gathered buffers alive.
     """
 
     def named_parameters(
@@ -345,7 +345,7 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
             if name is None:  # the model has assigned it
                 yield key, own
                 continue
-            if remove_duplicate and name in seen:  # `model.to("meta")` gives the ends of a tie parameters of their own
+            if remove_duplicate and name in seen:  # `model.to("meta")` unties: each name gets its own parameter
                 continue
             seen.add(name)
             value = again[name] if name in again else fetch(name)

@@ -25,7 +25,7 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
 def make_equal(
     buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, world: Bound, *, has_news: bool
 ) -> frozenset[str]:
-    """Makes buffers that steps change equal on all ranks, in place: floating ones are averaged, others rank 0's.
+    """Makes buffers that steps change equal on all ranks, in place: averages floating ones, takes rank 0's values for others.
 
     *Collective:* every rank.
 
@@ -33,7 +33,7 @@ def make_equal(
         buffers: all buffers, after the forwards of this step.
         moved: the names of the buffers that changed on this rank.
         moving: the names that the ranks have agreed on so far; None before the first agreement.
-        has_news: whether any rank saw a buffer change that is not in `moving`, so that they agree again.
+        has_news: whether, on any rank, a buffer changed that is not in `moving`; then the ranks agree again.
 
     Returns:
         The names of the buffers that steps change.

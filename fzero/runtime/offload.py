@@ -1,13 +1,13 @@
 """`Offload`: the tensors of a rank's state that live off the device, in host memory or in files.
 
 It allocates the tensors of a flat buffer in the memory that the plan places them in, updates them, and moves them to another
-memory. Each of these is one stream of sub-groups (`fzero.storage.stream`), which reads every tensor where it lives: a file,
-host memory, or the device of the update. A forward or backward loads shards of parameters, and writes those of gradients,
-through a `ShardTransfer` (`fzero.storage.shard_io`). On a model on the CPU, host memory is device memory, and nothing moves.
-A buffer whose master and optimizer state live elsewhere is updated on the CPU (`buffer_sizes.updates_on_host`).
+memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it lives:
+in a file, in host memory, or on the device of the update. A forward or backward uses a `ShardTransfer` (`fzero.storage.shard_io`)
+to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory is device memory, and
+nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`buffer_sizes.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are all-gathered, every rank reports whether its files
-are good (`agree`). Where one rank's are not, all ranks raise, and none of their states can be used any more.
+are good (`agree`). If one rank's files are not good, all ranks raise, and no rank's state can be used any more.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
 Place = Literal["here", "host", "nvme"]
-"""Memory as the device sees it: its own, the host's where that is another one, or a file."""
+"""Memory as the device sees it: its own memory, host memory if that is different, or a file."""
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
@@ -90,11 +90,11 @@ class Offload:
     def transfer(
         self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
     ) -> ShardTransfer:
-        """The transfer of one forward-backward: loads its shards of parameters, writes its gradients and may `measure` each."""
+        """The transfer of one forward-backward: loads shards of parameters and writes gradients, which it may `measure`."""
         return ShardTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
-        """Starts to read the first sub-groups of the next update except gradients, as many as have room, during the backward.
+        """During the backward, starts to read the next update's first sub-groups (without gradients), as many as have room.
 
         Errors are kept for `agree`.
 
@@ -102,7 +102,7 @@ class Offload:
             still: the keys of flat buffers that the update leaves as they are.
         """
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
-        if files is None or files.cause is not None:  # this rank alone may know of the failure
+        if files is None or files.cause is not None:  # perhaps only this rank knows of the failure
             return
         for key, leaves in self._leaves.items():
             is_cut = leaves.grad and key not in self._wholes and key not in still
@@ -148,10 +148,10 @@ class Offload:
     def make_files(self, world: Bound) -> StateFiles | None:
         """The files of a new state, for this rank; None if no tensor lives in a file.
 
-        *Collective* where something does: every rank.
+        *Collective* if a tensor lives in a file: every rank.
 
         Raises:
-            StoreError, MemoryError: on every rank, when the files of one cannot be made.
+            StoreError, MemoryError: on every rank, if one rank's files cannot be made.
         """
         if not self._files:
             return None
@@ -192,7 +192,7 @@ class Offload:
 
         Args:
             param: the parameters that the model computes with, on the device.
-            values_S: this rank's shard of them to update, or the master (also of a frozen buffer), on the device.
+            values_S: on the device: this rank's shard of the parameters to update, or the master (also that of a frozen buffer).
             make: makes the transform of a trained buffer.
         """
         if not buffer.trainable or not self.is_away(buffer) or buffer.key in self._wholes:
@@ -207,7 +207,7 @@ class Offload:
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
 
     def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
-        """`init` with all tensors on the device, whatever their placements."""
+        """Like `init`, but with all tensors on the device, whatever their placements."""
         parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
         if not buffer.trainable:
             return parts
@@ -221,7 +221,7 @@ class Offload:
         self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
         transform: Transform,
     ) -> None:  # fmt: skip
-        """Writes the first values to their homes. Errors are kept for `agree` where there are files."""
+        """Writes the first values to where they live. Errors are kept for `agree` if there are files."""
         if files is not None and files.cause is not None:
             return
         streamed = self._streamed(buffer, lambda *_: transform, found, state)
@@ -283,20 +283,20 @@ class Offload:
         *,
         scratch: BufferPool,
     ) -> TrainState[Any]:
-        """The state after these updates; where files are updated, with handles of the next generation.
+        """The state after these updates. If files are updated, it has handles of their next generation.
 
-        All elementwise updates are one stream. Two kinds of buffers are updated before it, one at a time: those of an optimizer
-        that needs full parameters, and those whose updated shards are all-gathered off the device.
+        All elementwise updates are one stream. Two kinds of buffers are updated before it, one at a time: buffers whose optimizer
+        needs full parameters, and buffers whose updated shards are all-gathered into memory off the device.
 
         *Collective* where there are files, or such buffers: every rank. An overflow (`skip`) writes no file.
 
         Raises:
-            StoreError: on every rank, when files of one failed; the state cannot be used any more.
+            StoreError: on every rank, if files of one rank failed; the state cannot be used any more.
         """
         handles = handles_of(state)
         for handle in handles:
             handle.check_age()
-        files = handles[0].files if handles else None  # a failure that this rank alone knows is for `agree`
+        files = handles[0].files if handles else None  # `agree` reports a failure that only this rank knows of
         if files is not None and skip is not None and bool(skip):
             files.rest()  # waits for the sub-groups that were read ahead
             agree(files, mesh.world)
@@ -317,9 +317,9 @@ class Offload:
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
     def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: BufferPool) -> None:
-        """Updates buffers one after the other, while the next one's tensors are loaded and the last one's are written back.
+        """Updates one buffer after the other, while the next buffer's tensors are loaded and the previous one's are written back.
 
-        A file error raises nothing here: the rank goes on with zeros, since the others wait for its part of the sums.
+        A file error does not raise here. The rank continues with zeros, because the others wait for its part of the sums.
         """
         transfer, rest = ShardTransfer(self.device, scratch), deque(updates)
         while rest:
@@ -348,17 +348,17 @@ class Offload:
         transfer.settle()
 
     def _is_made(self, buffer: FlatParamPlan, name: str) -> bool:
-        """Whether the update overwrites this tensor without reading it: the parameters, where they are cast from a master."""
+        """Whether the update overwrites this tensor without reading it. It does so for parameters that are cast from a master."""
         return buffer.has_master and name == self._leaves[buffer.key].param
 
     def _tensors(self, update: Update) -> dict[str, Leaf]:
-        """The tensors that the update of a buffer reads and writes, by name, each in its home."""
+        """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
         leaves = self._leaves[update.buffer.key]
         found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
         return {leaves.param: update.param, leaves.grad: update.grad} | found
 
     def _update(self, updates: Sequence[Update], files: StateFiles | None) -> None:
-        """Updates elementwise buffers in one stream. Errors are kept for `agree` where there are files."""
+        """Updates elementwise buffers in one stream. Errors are kept for `agree` if there are files."""
         if files is not None and files.cause is not None:
             return
         streamed, tensors = [], []
@@ -372,7 +372,7 @@ class Offload:
         )
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
-        """A state's part of one flat buffer, moved to this plan's placements; tensors already there are returned themselves."""
+        """A state's part of one flat buffer, moved to this plan's placements; one that need not move is returned itself."""
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
         if buffer.has_master:
@@ -409,7 +409,7 @@ class Offload:
         return files.handle(name)
 
     def _stream(self, files: StateFiles | None, run: Callable[[], None]) -> None:
-        """Runs a stream. An error is raised here, or where the stream uses files, marks them as failed for `agree`."""
+        """Runs a stream. If the stream uses files, an error marks them as failed, for `agree`. Otherwise it is raised here."""
         try:
             run()
         except Exception as error:
@@ -418,7 +418,7 @@ class Offload:
             files.fail(error)
 
     def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
-        """New tensors of a buffer that has a tensor off the device: all those off it, and on it optimizer state and gradient."""
+        """New tensors of a buffer with some off the device: all of those, and the optimizer state and gradient that are on it."""
         tensors: dict[str, Leaf] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
@@ -434,7 +434,7 @@ class Offload:
         return tensors
 
     def _is_pinned(self, leaves: Leaves, name: str) -> bool:
-        """Whether to pin a tensor: only one that a step copies, because PyTorch takes up to twice the bytes for pinned memory."""
+        """Whether to pin a tensor: only if a step copies it, because PyTorch takes up to twice the bytes for pinned memory."""
         crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
         return leaves.homes[name].placement.pinned and crosses
 

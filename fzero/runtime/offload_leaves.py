@@ -1,7 +1,7 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
 
-`Update` is one flat buffer to be updated. An optimizer state is a tree; its *long* tensors, as long as the parameters, live
-where the plan places them and are replaced by name (`with_long`).
+`Update` is one flat buffer to be updated. An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
+live where the plan places them, and are replaced by name (`with_long`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Leaves(NamedTuple):
     updated: str
     """The master, or the rank's shard of the parameters where there is none."""
     of_state: tuple[str, ...]
-    """The tensors of the optimizer state in their order; empty names for short ones, which live with the update."""
+    """The tensors of the optimizer state in their order; short ones have empty names, and live where the update runs."""
     param: str
-    """The same as `updated` where there is no master."""
+    """The parameters; the same as `updated` if there is no master."""
     grad: str
-    """Empty where nothing is trained."""
+    """The gradient; empty for a frozen buffer."""
     numel: int
     """Elements that the rank updates."""
     homes: Mapping[str, Home]
@@ -53,7 +53,7 @@ class Leaves(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The tensors that an update reads and writes, the gradient and the model's parameters aside."""
+        """The tensors that an update reads and writes, except the gradient and the model's parameters."""
         return (self.updated, *self.longs)
 
 
@@ -66,14 +66,14 @@ class Update(NamedTuple):
 
     buffer: FlatParamPlan
     grad: Leaf
-    """This rank's (S)."""
+    """This rank's gradient (S)."""
     master: Leaf
     """The tensor to update: a shard of the parameters if there is no master."""
     state: Any
     transform_at: Callable[..., Transform]
     """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
     param: Leaf
-    """This rank's shard of the model's parameters; all that the rank holds of them if they are gathered elsewhere (`joins`)."""
+    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
     join: Join
 
 

@@ -1,7 +1,7 @@
-"""The host's part in the end of a step: it raises for what `fzero.runtime.finish` found.
+"""The host's part in the end of a step: it raises the errors that `fzero.runtime.finish` found.
 
-On the CPU, an error names the first parameter whose gradient is not finite. On a device the host does not wait; a device-side
-assertion ends the process. Shape letters: A micro-steps, W ranks.
+On the CPU, an error names the first parameter whose gradient is not finite. On a GPU the host does not wait for the result; a
+device-side assertion ends the process instead. Shape letters: A micro-steps, W ranks.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ def _what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Te
 def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
     """Raises on every rank when the number of the forward-backward or the hyper-parameters differ between ranks.
 
-    Only on the CPU, where reading is free; on a device `check_outcome` checks.
+    This is for the CPU, where reading costs nothing. For other devices `check_outcome` makes the check.
 
     Args:
-        numbers_M2: number of the forward-backward and checksum of the hyper-parameters, from every rank at least once.
+        numbers_M2: rows of (number of the forward-backward, checksum of the hyper-parameters), at least one row of each rank.
         world: the ranks.
         hyper: this rank's hyper-parameters as text, by subject and name.
 

@@ -1,8 +1,8 @@
 """A module's own parameters and buffers, while a step computes with the tensors of a state instead of them.
 
 Code may hold a parameter outside `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
-(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead of it,
-which is gathered and trained like any other. Uses that Python operators cannot intercept raise when the step is made
+(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
+is gathered and trained like any other. Some uses cannot be intercepted in Python. They raise when the step is made
 (`check_tensors`: TorchScript modules, memory that two tensors share) or after the first backward (`OwnGrads`).
 The module must not change between the making of a state from it and the state's first use (`Origin`).
 """
@@ -22,7 +22,7 @@ Fetch = Callable[[str], Tensor]
 
 
 class ParameterError(ValueError):
-    """The model uses its parameters in a way that a step does not follow."""
+    """The model uses its parameters in a way that a step does not support."""
 
 
 class _Bound(NamedTuple):
@@ -41,9 +41,7 @@ class StandIn(nn.Parameter):
     """A module's own parameter while the module is bound."""
 
     def __new__(cls, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
-        return nn.Parameter(
-            torch.empty(0) if data is None else data, requires_grad
-        )  # a copy is a parameter like any other
+        return nn.Parameter(torch.empty(0) if data is None else data, requires_grad)  # a copy is an ordinary parameter
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,7 +50,7 @@ class StandIn(nn.Parameter):
 
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Calls `func` with the state's tensors in place of the parameters of a bound module."""
-    # While torch.compile traces, it inspects parameters; that is no computation of the model.
+    # While torch.compile traces, it inspects parameters. This is not part of the model's computation.
     is_traced = torch._guards.TracingContext.try_get() is not None
     if not is_traced and getattr(func, "__name__", "") != "__hash__":
         args, kwargs = optree.tree_map(_present, (tuple(args), kwargs))
@@ -71,7 +69,7 @@ def _present(x: Any) -> Any:
 
 
 def _bound_with(x: Any) -> _Bound | None:
-    """The innermost binding that has a parameter: of this thread, or of any thread if this is autograd's own (on CUDA)."""
+    """The innermost binding of a parameter: by this thread, or by any thread if this is a thread of autograd (on CUDA)."""
     found = [bound for bound in _BOUND if id(x) in bound.names]
     if not found:
         return None
@@ -115,7 +113,7 @@ def as_plain(param: Any) -> Any:
 
 
 def check_tensors(model: nn.Module) -> None:
-    """Raises ValueError for a model whose parameters a step would not train, or train otherwise than a plain loop does."""
+    """Raises ValueError for a model whose parameters a step would not train, or would train differently from a plain loop."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule) and any(True for _ in _tensors(module)):
             raise ValueError(
@@ -249,7 +247,7 @@ def flag_changed(name: str | None) -> ParameterError:
 
 
 def partial_grad(name: str) -> ParameterError:
-    """The error for differentiating, inside the forward, by one of several tensors of a parameter."""
+    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
     return ParameterError(
         f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
         f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
@@ -262,13 +260,13 @@ def partial_grad(name: str) -> ParameterError:
 
 
 class OwnGrads:
-    """The gradients that a module's own parameters had; a backward must leave them alone."""
+    """The gradients of a module's own parameters, as they were; a backward must not change them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._found = [(name, param, _version(param.grad)) for name, param in model.named_parameters()]
 
     def check(self) -> None:
-        """Raises ValueError where a backward has written one."""
+        """Raises ValueError if a backward has written one of them."""
         for name, param, before in self._found:
             if _version(param.grad) != before:
                 raise not_trained(name)
@@ -300,7 +298,7 @@ class Origin:
         self._is_open = True
 
     def look(self, *, given: bool) -> None:
-        """Records the values of the tensors when a state is made from them; with values `given`, only checks their kinds."""
+        """Records the values of the tensors when a state is made from them; with `given`, it only checks their kinds."""
         self._check_kinds()
         self._is_open, self._seen = True, {}
         for name, x in () if given else _tensors(self._model):

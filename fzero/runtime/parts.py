@@ -1,7 +1,7 @@
 """The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and evaluation.
 
-`TrainStep` documents them for users. `forward_backward` composes the first four for a batch; loops with code of their own
-between the parts call them one by one, on an `AccumulationWindow`.
+`TrainStep` documents them for users. `forward_backward` composes the first four for a batch; a loop that runs its own code
+between the parts calls them one by one, on an `AccumulationWindow`.
 
 Shape letters: A micro-steps, W ranks.
 """
@@ -45,7 +45,7 @@ class AccumulationWindow(NamedTuple):
     state: State
     work: ForwardBackward
     buffers: dict[str, Tensor]
-    """Copies of the module buffers, in which forwards write."""
+    """Copies of the module buffers; forwards write into these."""
     before: dict[str, tuple[Tensor, int]]
     """The same buffers with their versions when the window began."""
     loss_stats: tuple[Tensor, ...] = ()
@@ -80,7 +80,7 @@ def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -
     with random_state(state.rng, run.device) as rng:
         for index, micro_batch in enumerate(micro_batches):
             loss, weight = forward(run, window, partial(_loss, run, micro_batch))
-            # A mean is divided here; a sum when all weights are known, in the update.
+            # A mean is divided here. A sum is divided in the update, when all weights are known.
             num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
             window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
     return collect(run, window, rng)
@@ -103,7 +103,7 @@ def _check_state(run: StepRuntime, state: State) -> None:
 
 
 def _enter(run: StepRuntime) -> None:
-    """The work of a step begins."""
+    """Begins the work of a step."""
     check_trains("step")
     collectives.next_step(run.mesh.world)
     if run.observer:
@@ -136,7 +136,7 @@ def forward(
     """See `TrainStep.forward`; `kind` is its `run`."""
     check_callable("forward", function, "a function without arguments that calls the model")
     learned = run.learned
-    learned.num_passes += 1  # ranks compare it, to find one that has raised
+    learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
     compares = _compares(run, kind)
     with profiler_range("forward"), _bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
@@ -207,12 +207,12 @@ def check_window(window: AccumulationWindow) -> None:
 
 
 def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor] | None = None) -> Collected:
-    """Ends a window: its gradients are collected, and module buffers that steps change become equal on all ranks.
+    """Ends a window: takes its gradients, and makes the module buffers that steps change equal on all ranks.
 
     *Collective:* every rank.
 
     Args:
-        rng: the random state of the next state; None is the one of the state.
+        rng: the random state of the next state; None takes that of the present state.
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
@@ -222,7 +222,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     changed, moving = moved(buffers, window.before), learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-    # On CUDA the host would wait for the device to read whether any rank has a newly moved buffer.
+    # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(buffers, changed, moving, run.mesh.world, has_news=has_news)
     learned.own_grads = None
@@ -269,7 +269,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
     """The updated state; its counter is still that of the step. *Collective:* see `Updater.update`."""
     state = taken(collected.state)  # before the first write: a state whose update raised must not be used again
     run.learned.hyper.used(collected.hyper)
-    if collected.outcome is None:  # else a graph has made the update
+    if collected.outcome is None:  # otherwise a graph has made the update
         skip = result.skip if run.rules.skips_overflow else None
         state = run.updater.update(state, result.factor, skip, hyper=collected.hyper, still=collected.still)
     if run.observer:

@@ -51,8 +51,8 @@ class Reductions:
         hook_states: the states of the comm hooks, by flat buffer and axis.
 
     Attributes:
-        hook_states: those states after the reductions so far.
-        has_come: whether the present backward has produced a gradient.
+        hook_states: the states of the comm hooks after the reductions so far.
+        has_come: whether the present backward has produced any gradient.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Reductions:
         start, stop = buffer.layout.bounds(name)
         target = filling.flats[buffer.key][start:stop].view(grad.shape)
         grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
-        if name in filling.written:  # in fp32, because the kernel rounds its factor to the tensors' dtype
+        if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
         elif self._grad_scale == 1:
@@ -118,8 +118,9 @@ class Reductions:
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).
 
-        It is the gradient's home if this rank keeps all of it, and either it is sent in its home's dtype or more micro-steps
-        are added first. A home in other memory is loaded first. Otherwise it is scratch memory.
+        The state's own tensor is used if this rank keeps the full gradient, and if the gradient is sent in that tensor's dtype or
+        is added to over more micro-steps first. If that tensor lives in other memory, it is loaded first. In all other cases the
+        buffer is scratch memory.
         """
         filling, home = self._filling[unit], self._grads[buffer.key]
         is_kept = buffer.flow.collects == "full" and buffer.key not in self._reduced
@@ -157,7 +158,7 @@ class Reductions:
             self._in_flight.append(_Reduction(filling, started))
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
-        """Starts the reduction of a gradient over all ranks: all of it (P) in stage 0, this rank's shard (S) otherwise."""
+        """Starts to reduce a gradient over all ranks; the result is all of it (P) in stage 0, else this rank's shard (S)."""
         reduce = partial(
             start_reduce_scatter_grads, flat_P.to(torch_dtype(buffer.flow.send_dtype)), buffer, self._mesh,
             self._plan.comm_hooks, states=self.hook_states.get(buffer.key, {}), is_last=self._is_last,
@@ -174,7 +175,7 @@ class Reductions:
         return reduce(out_S=None if is_new else held, held_S=held if is_held else None)
 
     def end_oldest(self) -> None:
-        """Waits for the oldest reduction, and writes its result to the gradient's home."""
+        """Waits for the oldest reduction, and writes its result to the memory where the gradient lives."""
         reads, started = self._in_flight.popleft()
         while started:  # emptied, so that no reference here keeps the full gradients' memory
             buffer, sending, is_late = started.pop(0)
@@ -191,18 +192,18 @@ class Reductions:
     # --- a flat buffer's gradient --------------------------------------------------------------------------------
 
     def _adds(self, buffer: FlatParamPlan) -> bool:
-        """Whether a reduction is added to an earlier one, of this micro-step or of an earlier one."""
+        """Whether a reduction is added to the result of an earlier one, in this or in an earlier micro-step."""
         if buffer.key in self._reduced:
             return True
         return buffer.flow.adds(is_first=self._is_first) and not self._is_held(buffer)
 
     def _is_held(self, buffer: FlatParamPlan) -> bool:
-        """Whether earlier micro-steps' shard is added to this reduction, before the only sum over the replicate axes."""
+        """Whether the shard of earlier micro-steps is added to this reduction, before the one sum over the replicate axes."""
         is_kept = buffer.flow.sums_late and buffer.flow.adds(is_first=self._is_first)
         return is_kept and self._is_last and buffer.key not in self._reduced
 
     def _is_here(self, buffer: FlatParamPlan) -> bool:
-        """Whether the gradient's home is on the device."""
+        """Whether the gradient lives on the device."""
         home = self._grads[buffer.key]
         return isinstance(home, Tensor) and home.device == self._transfer.device
 

@@ -27,4 +27,4 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
-"""Parts of PyTorch's messages, whose errors get another message here."""
+"""Parts of PyTorch's messages. Errors with such a message get a clearer one here."""

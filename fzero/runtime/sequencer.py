@@ -1,7 +1,7 @@
 """`Sequencer`: executes the events of a rank's unit scheduler on tensors, and negotiates those that have no order yet.
 
 `fzero.plans.unit_scheduler` holds the rules as a state machine without tensors; a `Sequencer` hands each event to `Gathers` or
-`Reductions`. Where the scheduler has a wish, all ranks agree on the next event.
+`Reductions`. If the scheduler needs an event that is not in the order (its `wish`), all ranks agree on the next event.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fzero.runtime.gathers import Gathers
 from fzero.runtime.reductions import Reductions
 
 PATIENCE = 20.0
-"""Seconds that a rank whose order departs from the schedule waits for all others to depart from it too."""
+"""If a rank must leave the learned order, it waits so many seconds for all others to leave it, too."""
 
 
 class Sequencer:
@@ -53,7 +53,7 @@ class Sequencer:
         self._run: Run = ()
 
     def execute(self, events: Iterable[Event]) -> None:
-        """Executes what the scheduler returned. *Collective* where these are events that ranks agree on."""
+        """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
         for kind, name in events:
             EXECUTORS[kind](self, name)
 
@@ -85,7 +85,7 @@ class Sequencer:
     # --- other ranks -----------------------------------------------------------------------------------------------
 
     def _negotiate(self) -> None:
-        """Agrees with all ranks on each next event until this rank has no wish left."""
+        """Agrees with all ranks on one event after the other, until this rank needs no more (`wish` is None)."""
         names = list(self._units)
         while (wish := self.scheduler.wish) is not None:
             code = [-1, -1]
@@ -105,7 +105,7 @@ class Sequencer:
         """Abandons the order if every rank needs an event that it lacks; the run is negotiated from here on.
 
         Raises:
-            ScheduleError: not all ranks depart from it.
+            ScheduleError: some ranks do not leave the order.
         """
         scheduler, wish = self.scheduler, self.scheduler.wish
         places = collectives.aside(scheduler.place, self._mesh.world, seconds=PATIENCE) if self._orders else None
@@ -145,4 +145,4 @@ EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
     "negotiate": lambda work, _: work._negotiate(),
     "depart": lambda work, _: work._depart(),
 }
-"""What each kind of event does on tensors."""
+"""The function that executes each kind of event on tensors."""

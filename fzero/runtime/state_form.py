@@ -22,11 +22,11 @@ class StateForm:
     """The tensors of a rank's state.
 
     Attributes:
-        specs: of every tensor, in the state's own structure.
-        names: their paths.
-        leaves: their specs, in this order.
+        specs: the spec of every tensor, in the structure of the state.
+        names: the paths of the tensors.
+        leaves: the specs in the order of `names`.
         shapes: their shapes and dtypes on one rank.
-        job: for messages.
+        job: the job in words, for messages.
     """
 
     specs: TrainState[TensorSpec]

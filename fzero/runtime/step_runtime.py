@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Program(Protocol):
-    """The forwards and backwards of a step: eager, as one graph, or of all ranks at once."""
+    """Runs the forwards and backwards of a step: eagerly, as one graph, or for all ranks at once."""
 
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
 
@@ -68,18 +68,18 @@ class StepRuntime:
         scratch: memory for gathered parameters and unreduced gradients.
         offload: moves state that lives off the device.
         updater: updates flat buffers.
-        rules: by which a step ends: of loss, norm, clipping and loss scale.
+        rules: the rules for the end of a step: loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.
         builder: makes first states.
         form: the specs of all tensors of a state.
-        learned: what the first calls found out; shared by the step and by those that follow it.
+        learned: the findings of the first calls; shared by the step and the steps made from it by `following`.
         checkpointing: the modules that run again in the backward.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
-        flags: raises where a parameter was frozen or unfrozen; None where the step follows that.
-        statistics: the names of module buffers with running statistics.
+        flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
+        statistics: the names of the module buffers that hold running statistics.
         observer: sees batches and updates.
         runs: the program of a step.
-        blocks: those that are compiled, if some are.
+        blocks: the compiled blocks, if there are any.
     """
 
     recipe: StepSpec
@@ -156,7 +156,7 @@ class StepRuntime:
                     f"({', '.join(names)}), got {got}; give that of every group in this order"
                 )
         updater = self.updater.following(rates, optimizers)
-        updater.hyper(0)  # raises for what is no rate
+        updater.hyper(0)  # raises if a rate is not valid
         if optimizers is not None:
             placed = optimizer_specs([b for b in self.plan.flat_buffers if b.trainable], optimizers)
             if optree.tree_structure(placed) != optree.tree_structure(dict(self.plan.optimizer)):
@@ -203,7 +203,7 @@ class StepRuntime:
 
     @cached_property
     def aliases(self) -> dict[str, str]:
-        """The other names of tied parameters and module buffers, and of tensors that `state_dict` names otherwise."""
+        """Further names of tied parameters and module buffers, and of tensors with another name in `state_dict`."""
         return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
 
     # --- states ----------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class StepRuntime:
     def full_weights(self, state: TrainState[Tensor]) -> Iterator[Mapping[str, Tensor]]:
         """The full weights by name, one flat buffer after the other. *Collective:* every rank.
 
-        The views are valid until the next is asked for.
+        The views of a buffer are valid until the next buffer is requested.
         """
         shards = self.offload.transfer(self.scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):

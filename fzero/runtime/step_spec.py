@@ -1,7 +1,7 @@
 """`StepSpec`: the arguments of `make_train_step` except the mesh, checked.
 
-`TrainStep(recipe, axis)` binds it to one rank of an axis: of a job, of a simulation, or of ranks that do not run. This module
-derives everything that depends on the model and the configuration alone.
+`TrainStep(recipe, axis)` binds it to one rank of an axis. The axis belongs to a job, to a simulation, or to ranks that do not
+run. This module derives everything that depends on the model and the configuration alone.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class StepSpec:
     home: torch.device | None = None
     """The device for a model on `meta`; None is the accelerator, if there is one."""
     trained: frozenset[str] | None = None
-    """The names of the trained parameters; None takes those that require gradients, whose flags then must not change."""
+    """The names of the trained parameters; None takes those that require gradients. Then no `requires_grad` may change."""
     starts: Mapping[str, int] = field(default_factory=dict)
-    """When the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
+    """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -114,7 +114,7 @@ class StepSpec:
     def check_compiled(self, the_plan: Plan) -> None:
         """Raises where a module compiled by torch.compile has parameters of several units that a step gathers.
 
-        Its graph needs all of them at its start; a gather inside it would be traced, and dropped.
+        Its graph needs all of these parameters at its start. A gather inside the graph would be traced, and its effect lost.
         """
         if the_plan.num_shards == 1 or self.compile == "step":
             return
@@ -235,7 +235,7 @@ class StepSpec:
     def statistics(self) -> set[str]:
         """The names of buffers with running statistics.
 
-        Tensor versions of the first step do not find them all: a module in evaluation mode changes its own only later.
+        The tensor versions of the first step do not show all of them: a module in evaluation mode changes its buffers only later.
         """
         return {
             f"{name}.{buffer}".removeprefix(".")
@@ -298,7 +298,7 @@ def check_same(
     *,
     fix: str = "start every rank with the same model and configuration",
 ) -> None:
-    """Raises on every rank when values (such as models and configurations), by subject and name, differ between ranks.
+    """Raises on every rank if `values` (of models, configurations and the like, by subject and name) differ between ranks.
 
     *Collective:* every rank.
     """

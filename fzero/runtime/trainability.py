@@ -1,4 +1,5 @@
-"""`Flags`, `FixedFlags`: read `requires_grad` of a module's parameters; a step trains those that had it when it was made.
+"""`Flags`, `FixedFlags`: read `requires_grad` of a module's parameters. A step trains the parameters that required gradients when
+it was made.
 
 The flags are read before every step, so the reading is one loop over the parameters, 0.2 µs for each.
 """
@@ -15,7 +16,7 @@ class Flags:
     """Reads `requires_grad` of all parameters of a module."""
 
     def __init__(self, model: nn.Module) -> None:
-        # The dicts and not the parameters: `model.to("meta")` replaces the parameters.
+        # Keep the dicts, not the parameters, because `model.to("meta")` replaces the parameters.
         self._slots = [module._parameters for module in model.modules() if module._parameters]
 
     def read(self) -> list[bool]:

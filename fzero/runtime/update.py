@@ -38,7 +38,7 @@ from fzero.verbs import start_join
 from sharding.views import torch_dtype
 
 MOST_TOGETHER = 1 << 24
-"""Elements of several flat buffers that one call updates; the next call runs during the all-gather of these."""
+"""Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
 
 
 class TracedHyperparams(NamedTuple):
@@ -51,7 +51,7 @@ class TracedHyperparams(NamedTuple):
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank computes by itself, and that must be the same on all."""
+    """The numbers of one update that every rank computes by itself. They must be the same on all ranks."""
 
     num_updates: int
     """The number of updates before this one."""
@@ -60,7 +60,7 @@ class Hyper(NamedTuple):
     momentum: float | None
     """The first beta, where a schedule changes it."""
     optimizers: tuple[str, ...]
-    """The optimizer of each parameter group, where the step's have been replaced."""
+    """The optimizer of each parameter group, if those of the step have been replaced."""
 
     def named(self, groups: Sequence[str]) -> dict[str, dict[str, str]]:
         """The numbers as text, by subject and name, to be compared with those of other ranks."""
@@ -79,8 +79,9 @@ class Updater:
     Attributes:
         mesh: the ranks; None for an `AbstractAxis`, which updates nothing.
         shard: the index of this rank's shard in the finest division.
-        optimizers, rates: of each parameter group; a rate is a function of the number of updates so far.
-        momentum: the first beta likewise, where a schedule changes it.
+        optimizers, rates: the optimizer and the learning rate of each parameter group; a rate is a function of the number of
+            updates so far.
+        momentum: the first beta as such a function, if a schedule changes it.
         places: the first element of each flat buffer among all elements, where rounding is stochastic.
     """
 
@@ -94,7 +95,7 @@ class Updater:
     momentum: Schedule | None
     places: dict[str, int] | None
     _changed: tuple[str, ...] = ()
-    """The optimizers, where the step's have been replaced."""
+    """The optimizers, if those of the step have been replaced."""
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The last transforms, with their learning rate and momentum."""
 
@@ -132,9 +133,9 @@ class Updater:
         """Updates this rank's shard of each flat buffer and, where every rank holds all of it, all-gathers the shards.
 
         Args:
-            factor: of the gradients; None is 1.
-            skip: whether nothing is updated; None is never.
-            still: the keys of flat buffers that do not change, nor their masters and optimizer state.
+            factor: the factor of the gradients; None is 1.
+            skip: whether the update is skipped; None never skips.
+            still: the keys of flat buffers that do not change; their masters and optimizer states do not change, either.
         """
         mesh = self._ranks
 
@@ -217,7 +218,7 @@ class Updater:
     ) -> Transform:
         """The transform of this rank's part of a flat buffer from element `start` on.
 
-        `hyper` holds the numbers of an update, None of the first; `how` is passed to `mixed_precision`.
+        `hyper` holds the numbers of an update, None takes those of the first; `how` is passed to `mixed_precision`.
         """
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
@@ -297,7 +298,7 @@ class Updater:
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:
-    """Starts the all-gathers of the parameters that every rank holds in full and has updated one shard of."""
+    """Starts the all-gathers of parameters that every rank holds in full; each rank has updated one shard of them."""
     started = []
     for update in updates:
         key, shard_S = update.buffer.key, cast(Tensor, update.param)  # parameters in files are not gathered here
