@@ -84,7 +84,7 @@ class UnitScheduler:
         self._run = _Run()
         self._since = 0  # where the first forward since a backward begins in `executed`
         self._live = self._under_way = ""  # the units in use and being gathered
-        self._entered: set[str] = set()  # units that the model has used on this rank
+        self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
         self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
         self._filling: defaultdict[str, set[str]] = defaultdict(
             set
@@ -103,7 +103,9 @@ class UnitScheduler:
     def begin_forward(self, *, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""
         self.in_forward = True
-        self._since = self._run.begun if is_first else self._since
+        if is_first:
+            self._since = self._run.begun
+            self._entered.clear()  # a unit of the last micro-step may be skipped in this one
         return self.release()
 
     def begin_backward(self, *, is_last: bool, visits: Mapping[str, int] = {}) -> None:
@@ -115,6 +117,9 @@ class UnitScheduler:
                 after its first `end_visit`.
         """
         self._is_last, self._open_visits = is_last, Counter(visits)
+        self._entered.update(
+            unit for unit, num_visits in visits.items() if num_visits
+        )  # also in forwards before the last backward
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
         """The order of the run that ended, as later ones follow it, and whether it contains all blocks (`is_whole`)."""

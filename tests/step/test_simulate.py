@@ -479,12 +479,14 @@ class Dropping(Plain):
         return nn.functional.mse_loss(x, y)
 
 
-def _dropped(stage: int, num_ranks: int, num_steps: int, probability: float, is_alike: bool) -> list[Tensor]:
+def _dropped(
+    stage: int, num_ranks: int, num_steps: int, probability: float, is_alike: bool, keys: dict[str, Any]
+) -> list[Tensor]:
     model = make(functools.partial(Dropping, num_blocks=3))
     model.probability, model.is_alike = probability, is_alike
     model.register_parameter("offset", nn.Parameter(torch.zeros(())))
     model.register_forward_pre_hook(lambda module, args: (args[0] + module.offset, args[1]))
-    simulated = fzero.simulate(fzero.make_train_step(model, config(stage)), num_ranks, by="lockstep")
+    simulated = fzero.simulate(fzero.make_train_step(model, config(stage) | keys), num_ranks, by="lockstep")
     state = simulated.init()
     losses = []
     for index in range(num_steps):
@@ -493,16 +495,23 @@ def _dropped(stage: int, num_ranks: int, num_steps: int, probability: float, is_
     return losses
 
 
+HALVES = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 3}
+
+
 @pytest.mark.filterwarnings("ignore:the .*ward runs its units in an order")
 @pytest.mark.parametrize(
-    ("num_ranks", "probability", "is_alike"), [(1, 0.5, False), (2, 0.5, False), (2, 0.8, False), (2, 0.3, True)]
-)
+    ("num_ranks", "probability", "is_alike", "keys"),
+    [
+        (1, 0.5, False, {}), (2, 0.5, False, {}), (2, 0.8, False, {}), (2, 0.3, True, {}),
+        (2, 0.3, False, HALVES), (2, 0.3, True, HALVES),
+    ],
+)  # fmt: skip
 def test_layer_drop_trains_with_the_learned_order_as_in_stage_2(
-    num_ranks: int, probability: float, is_alike: bool
+    num_ranks: int, probability: float, is_alike: bool, keys: dict[str, Any]
 ) -> None:
     for expected, loss in zip(
-        _dropped(2, num_ranks, 20, probability, is_alike),
-        _dropped(3, num_ranks, 20, probability, is_alike),
+        _dropped(2, num_ranks, 20, probability, is_alike, keys),
+        _dropped(3, num_ranks, 20, probability, is_alike, keys),
         strict=True,
     ):
         assert torch.equal(loss, expected)
