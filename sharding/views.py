@@ -8,7 +8,6 @@ Shape letters: N elements, P padded = W * S, S shard, W ranks.
 """
 
 from collections.abc import Mapping
-from functools import cache
 
 import torch
 from einops import rearrange
@@ -27,7 +26,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of that name, the inverse of `dtype_name`.
 
