@@ -278,7 +278,7 @@ class VmapRanks(LockstepRanks):
         versions = [x._version for x in kept]
         try:
             with _own_random_state():
-                if self._backend is not None and not self.program.compiled.backend.num_captured:
+                if self._backend is not None and not self.program.compiled.graphs:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
         except (RuntimeError, VmapError, CompileError) as error:

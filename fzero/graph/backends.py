@@ -1,22 +1,19 @@
-"""Backends of `torch.compile` that run the scheduled graph; `pin_order` keeps the schedule when Inductor sorts operators.
+"""`make_runner`: schedules a step's graph, and makes what runs it.
 
-- `aot_eager(options)` generates no code: the graph runs node by node in the order of the passes.
-- `graph_only` runs nothing: it raises `GraphOnly` with the captured graph.
-- `inductor(options)` is Inductor with the passes as its custom post-grad pass. `pin_order` then ties the collectives to the
-  compute around them by control dependencies.
+- `"aot_eager"` generates no code: the graph runs node by node in the order of the passes.
+- `"inductor"` is Inductor with the passes as its custom post-grad pass. `pin_order` then ties the collectives to the
+  compute around them by control dependencies, for Inductor sorts operators.
 
 The pinning uses private parts of PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
@@ -26,113 +23,74 @@ from fzero.graph import analysis, buckets, exchange, nodes, reuse, schedule, wei
 from fzero.graph.exchange import send_to_others
 from fzero.graph.nodes import WAIT, aten, flops_of, is_cheap, is_collective, is_view, nbytes_of, numel_of, storages
 from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
-from fzero.graph.schedule import PassOptions, run_passes, run_passes_in_place
+from fzero.graph.schedule import PassOptions, copy_of, run_passes, run_passes_in_place
 
-Backend = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
-"""The type of `torch.compile(backend=…)`."""
+BackendName = Literal["inductor", "aot_eager"]
+Runner = Callable[[list[Tensor]], Sequence[Tensor]]
+"""Runs a graph on its inputs, and returns its results."""
 
 
-def aot_eager(
+def make_runner(
+    backend: BackendName,
+    module: GraphModule,
     options: PassOptions,
-    *,
-    units: Sequence[str | None] = (),
-    checkpoint: Mapping[str, str] | None = None,
+    checkpoint: Sequence[str] = (),
     axes: Sequence[TracedAxis] = (),
-    observe: Callable[[Graph], None] | None = None,
-) -> Backend:
-    """A backend that runs the scheduled graph without generating code.
+) -> tuple[Runner, Graph]:
+    """What runs a step's graph, and the graph as it was scheduled.
 
     Args:
+        module: the aten graph, without in-place operators but `copy_` into placeholders at its end. `meta["unit"]` of a
+            placeholder is its unit.
         options: the limits of the schedule.
-        units: the unit of each argument of the graph, by position; None for other tensors than flat buffers.
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
         axes: the axes along which an exchange skips the own rank (gloo).
-        observe: called with the scheduled graph, for `make_timeline` or a test; the graph may change after the call.
     """
-
-    def compile_graph(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        graph = rematerialise(module.graph, checkpoint or {})
-        graph = run_passes(graph, options, units=_by_placeholder(graph, units))
-        if observe is not None:
-            observe(graph)
-        send_to_others(graph, axes)
-        boxed: Callable[..., Any] = make_boxed_func(GraphModule(module, graph).forward)
-        return boxed
-
-    backend: Backend = aot_autograd(fw_compiler=compile_graph, keep_inference_input_mutations=True)
-    return backend
+    if backend == "inductor":
+        return _inductor(module, options, checkpoint, axes)
+    graph = run_passes(rematerialise(module.graph, checkpoint), options)
+    scheduled = copy_of(graph)
+    send_to_others(graph, axes)
+    forward = GraphModule(module, graph).forward
+    return lambda tensors: forward(*tensors), scheduled
 
 
-class GraphOnly(Exception):
-    """A function compiled with `graph_only` raises this in place of running, so that it changes nothing.
-
-    Attributes:
-        graph: the aten graph as captured.
-        sources: the compiled function's name for each placeholder's tensor, such as `L['params']['blocks.0/float32']`.
-    """
-
-    def __init__(self, graph: Graph, sources: Mapping[str, str]) -> None:
-        super().__init__("captured, not run")
-        self.graph, self.sources = graph, sources
-
-
-def graph_only(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-    """A backend that captures and runs nothing: calling the compiled function raises `GraphOnly`."""
-    inputs = [node.meta.get("grapharg") for node in module.graph.nodes if node.op == "placeholder"]
-
-    def capture(captured: GraphModule, _: Sequence[Any]) -> Callable[..., Any]:
-        graph, sources = captured.graph, {}
-        for node in graph.nodes:
-            index = getattr(node.meta.get("desc"), "idx", None) if node.op == "placeholder" else None
-            if index is not None and inputs[index] is not None:
-                sources[node.name] = inputs[index].source.name
-
-        def run(*_: Any) -> None:
-            raise GraphOnly(graph, sources)
-
-        boxed: Callable[..., Any] = make_boxed_func(run)
-        return boxed
-
-    backend: Backend = aot_autograd(fw_compiler=capture, keep_inference_input_mutations=True)
-    return backend(module, args)
-
-
-def inductor(
-    options: PassOptions,
-    *,
-    units: Sequence[str | None] = (),
-    checkpoint: Mapping[str, str] | None = None,
-    axes: Sequence[TracedAxis] = (),
-    observe: Callable[[Graph], None] | None = None,
-) -> Backend:
-    """Inductor with the passes among its own; arguments as for `aot_eager`."""
+def _inductor(
+    module: GraphModule, options: PassOptions, checkpoint: Sequence[str], axes: Sequence[TracedAxis]
+) -> tuple[Runner, Graph]:
+    """Inductor with the passes among its own."""
     from torch._inductor.compile_fx import compile_fx
 
+    placeholders = module.graph.find_nodes(op="placeholder")
+    scheduled: list[Graph] = []
     patches = {
-        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, observe),
+        "post_grad_custom_post_pass": InductorPass(
+            options,
+            [node.meta.get("unit") for node in placeholders],
+            checkpoint,
+            axes,
+            lambda graph: scheduled.append(copy_of(graph)),
+        ),
         "fallback_random": True,  # the random numbers of the eager step
         "reorder_for_locality": False,  # it would move weight gradients, and so their reductions, to the end
     }
-
-    def backend(module: GraphModule, args: Sequence[Any]) -> Callable[..., Any]:
-        compiled: Any = compile_fx(module, list(args), config_patches=patches)
-        return compiled  # type: ignore[no-any-return]
-
-    return backend
+    with torch.no_grad():
+        compiled: Any = compile_fx(module, [node.meta["val"] for node in placeholders], config_patches=patches)
+    return lambda tensors: compiled(*tensors), scheduled[-1]
 
 
 class InductorPass(CustomGraphPass):
-    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `aot_eager`."""
+    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `make_runner`."""
 
     def __init__(
         self,
         options: PassOptions,
         units: Sequence[str | None] = (),
-        checkpoint: Mapping[str, str] | None = None,
+        checkpoint: Sequence[str] = (),
         axes: Sequence[TracedAxis] = (),
         observe: Callable[[Graph], None] | None = None,
     ) -> None:
-        self.options, self.units, self.checkpoint = options, tuple(units), dict(checkpoint or {})
+        self.options, self.units, self.checkpoint = options, tuple(units), tuple(checkpoint)
         self.axes, self.observe = tuple(axes), observe
 
     def __call__(self, graph: Graph) -> None:

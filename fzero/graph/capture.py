@@ -1,8 +1,11 @@
-"""`CompiledStep`: the train step as one graph (forward, backward, collectives, clipping, overflow, optimizer) by torch.compile.
+"""`CompiledStep`: the train step as one graph: forward, backward, collectives, clipping, overflow, optimizer.
 
-`StepFunctions` are what is captured. The state is *donated*: an in-place write becomes a copy into the same memory at the end
-of the graph. `Backend` schedules the captured aten graph: gathers move to their first use and are repeated for the backward,
-reductions start when their input is ready, new state is written as soon as no node reads the old one.
+`StepFunctions` are what is traced (`fzero.graph.tracing`). The state is *donated*: a write into an argument becomes a copy into
+the same memory at the end of the graph. The traced aten graph is then scheduled: gathers move to their first use and are
+repeated for the backward, reductions start when their input is ready, new state is written as soon as no node reads the old one.
+
+As with a JAX `jit`, a function is traced again for other shapes, dtypes and constants in the batch, and where a Python value that
+the model reads has changed.
 
 Shape letters: W ranks, A micro-steps.
 """
@@ -12,33 +15,86 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
 
+import optree
 import torch
-import torch._dynamo
-import torch.fx.traceback
 from torch import Tensor, nn
-from torch.torch_version import TorchVersion
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.fx import Graph
 
 from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.records import CommRecord
-from fzero.comms.stacked import Stacked
-from fzero.graph.analysis import name_units
-from fzero.graph.backends import Backend as TorchBackend, GraphOnly
-from fzero.graph.capture_errors import logging_methods, one_graph
+from fzero.comms.stacked import Stacked, check_draws_nothing
+from fzero.graph.backends import BackendName, make_runner
+from fzero.graph.capture_errors import in_collectives, in_one_graph, too_often
 from fzero.graph.captured import Captured
-from fzero.graph.step_backend import Backend, BackendName, pass_options
+from fzero.graph.guards import TensorKind
+from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
-from fzero.graph.step_inputs import HookStates, Rules, shielded
+from fzero.graph.step_inputs import HookStates, Rules
+from fzero.graph.tracing import Traced, trace
 from fzero.graph.traffic import sent_in
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import LossFn
-from fzero.runtime.module_binding import with_own_code
 from fzero.state import TrainState
+
+MOST_GRAPHS = 8
+"""The most graphs of one function; a model that needs another one in each step would spend its time on captures."""
+
+
+def pass_options(plan: Plan) -> PassOptions:
+    """The limits of a step's schedule: those of the configuration, and the defaults of the eager step for the rest."""
+    named = {
+        "prefetch": plan.prefetch,
+        "max_reuse_distance": plan.max_reuse_distance,
+        "gather_bucket": plan.gather_bucket,
+        "reduce_bucket": plan.reduce_bucket,
+    }
+    given: dict[str, Any] = {name: value for name, value in named.items() if value is not None}
+    ahead = PassOptions().ahead if plan.prefetch is None else None
+    return PassOptions(ahead=ahead, max_live=plan.max_live, max_reducing=plan.max_reducing, **given)
+
+
+class Kind(NamedTuple):
+    """What of an argument a graph depends on."""
+
+    treespec: optree.PyTreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, arguments: Any) -> Self:
+        """Shapes, strides, dtypes and devices of tensors; other leaves as they are."""
+        leaves, treespec = optree.tree_flatten(arguments, none_is_leaf=True)
+        return cls(treespec, tuple(TensorKind.of(x) if isinstance(x, Tensor) else x for x in leaves))
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A traced function, and what runs its graph.
+
+    Attributes:
+        kind: of the arguments that differ from call to call.
+        graph: the graph as scheduled.
+        sent: the collectives of one run.
+    """
+
+    kind: Kind
+    traced: Traced
+    run: Callable[[list[Tensor]], Sequence[Tensor]]
+    graph: Graph
+    sent: list[CommRecord]
+
+    def misfit(self, kind: Kind) -> str | None:
+        """Why the graph cannot run on such arguments; None if it can."""
+        if self.kind.treespec != kind.treespec:
+            return f"the batch has the structure {kind.treespec}, and had {self.kind.treespec}"
+        for index, (now, then) in enumerate(zip(kind.leaves, self.kind.leaves, strict=True)):
+            if type(now) is not type(then) or now != then:
+                return f"leaf {index} of the batch is {now}, and was {then}"
+        return self.traced.guard.changed()
 
 
 class CompiledStep:
@@ -48,6 +104,10 @@ class CompiledStep:
 
     Without gradient accumulation the step is one graph. With it there are two, a micro-step and the update: one graph would
     hold the forward and the backward A times and take A times as long to compile.
+
+    Attributes:
+        graphs: the scheduled aten graph of each capture, in order; a `copy_` writes each mutated argument.
+        most_graphs: the most graphs of one function.
     """
 
     def __init__(
@@ -64,38 +124,20 @@ class CompiledStep:
         checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
     ) -> None:
-        if backend is not None and TorchVersion(torch.__version__) < "2.13":
-            raise ValueError(
-                f"compile: 'step' and explain() need torch 2.13, whose graphs may contain a backward, got {torch.__version__}; "
-                f"pass compile='block', or install a newer torch"
-            )
-        units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
-        modules = {str(id(model.get_submodule(name))): name for name in checkpoint}
-        own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
-        self.is_captured = backend is not None
         self.functions = StepFunctions(
-            model, plan, axis, device, rules,
-            loss_fn=loss_fn, autocast=autocast, is_captured=self.is_captured, own=own, stacked=stacked,
-        )  # fmt: skip
-        self._axis, self._device, self.axes = axis, device, self.functions.axes
-        exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
-        self.backend = Backend(
-            backend or "aot_eager", pass_options(plan), units, modules, own, exchanges, bool(stacked)
+            model, plan, axis, device, rules, loss_fn=loss_fn, autocast=autocast, stacked=stacked
         )
-        self._name, self._stage = type(model).__name__, plan.stage
-        self._full = self._compile(self.functions.full_step, self.backend)
-        self._micro = self._compile(self.functions.micro_step, self.backend)
-        self._end = self._compile(self.functions.update, self.backend)
-        self._alone = self._compile(self.functions.gradients, self.backend)
-        self._summed = self._compile(self.functions.sums, self.backend)
-        self._graph_of: dict[Callable[..., Any], torch.fx.Graph] = {}  # the graph of each function's last run
-        self._sent_by: dict[Callable[..., Any], list[CommRecord]] = {}
+        self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
+        self.axes, self.graphs, self.most_graphs = self.functions.axes, list[Graph](), MOST_GRAPHS
+        self._axis, self._device, self._model, self._stacked = axis, device, model, stacked
+        self._stage, self._loss_fn = plan.stage, loss_fn
+        self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
+        self._compiled: dict[str, list[Compiled]] = {}
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
 
-    def _compile(self, function: Callable[..., Any], backend: TorchBackend) -> Callable[..., Any]:
-        if not self.is_captured:
-            return function
-        return torch.compile(with_own_code(function), fullgraph=True, dynamic=False, backend=backend)
+    @property
+    def is_captured(self) -> bool:
+        return self.backend is not None
 
     def __call__(
         self,
@@ -117,34 +159,13 @@ class CompiledStep:
         Returns:
             The outcome, and whether losses are sums.
         """
-        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
-        buffers = shielded(buffers)
+        flat = (state.params, state.master, state.grads, state.optimizer)
+        rest = (buffers, hook_states, state.loss_scale)
         if len(micro_batches) == 1:
-            outcome: tuple[Outcome, bool] = self._run(
-                self._full, *flat, buffers, hook_states, state.loss_scale, micro_batches[0], numbers
-            )
+            outcome: tuple[Outcome, bool] = self._run("full_step", (*flat, *rest), (micro_batches[0], numbers))
             return outcome
         rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
-        return self._run(self._end, *flat, buffers, hook_states, state.loss_scale, rows, is_sum), is_sum
-
-    def _accumulate(
-        self,
-        state: TrainState[Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        micro_batches: Sequence[Any],
-        numbers: Tensor,
-    ) -> tuple[Tensor, bool]:
-        """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
-        for grads in state.grads.values():
-            grads.zero_()
-        rows_A = []
-        for batch in micro_batches:
-            rows, is_sum = self._run(
-                self._micro, state.params, state.grads, buffers, hook_states, state.loss_scale, batch, numbers
-            )
-            rows_A.append(rows)
-        return torch.stack(rows_A, rows.dim() - 2), is_sum
+        return self._run("update", (*flat, *rest), (rows, is_sum)), is_sum
 
     def collect(
         self,
@@ -161,111 +182,108 @@ class CompiledStep:
         Returns:
             The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and `numbers`; whether losses are sums.
         """
-        buffers = shielded(buffers)
         if len(micro_batches) == 1:
-            rows, is_sum = self._run(
-                self._alone,
-                state.params,
-                state.grads,
-                buffers,
-                hook_states,
-                state.loss_scale,
-                micro_batches[0],
-                numbers,
-            )
+            given = (state.params, state.grads, buffers, hook_states, state.loss_scale)
+            rows, is_sum = self._run("gradients", given, (micro_batches[0], numbers))
             return rows[None], is_sum
         rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
-        self._run(self._summed, state.grads, hook_states, buffers)
+        self._run("sums", (state.grads, hook_states, buffers), ())
         return rows, is_sum
 
-    def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Calls a captured function; rank 0 reports on stderr how long a capture took."""
-        start, num_captured, num_graphs = time.perf_counter(), self.backend.num_captured, len(self.backend.graphs)
-        with self._capturing():
-            result = function(*arguments)
-        if self.backend.num_captured > num_captured and self._axis.rank == 0:
-            seconds = time.perf_counter() - start
-            message = (
-                f"compiled a step of {self._name} in stage {self._stage} with {self.backend.name} in {seconds:.1f} s"
-            )
-            print(f"fzero: {message}", file=sys.stderr, flush=True)
-        if len(self.backend.graphs) > num_graphs:
-            self._graph_of[function] = self.backend.graphs[-1]
-            self._sent_by.pop(function, None)
-        if self.is_captured:
-            self._report_sent(function)
+    def _accumulate(
+        self,
+        state: TrainState[Tensor],
+        buffers: dict[str, Tensor],
+        hook_states: HookStates,
+        micro_batches: Sequence[Any],
+        numbers: Tensor,
+    ) -> tuple[Tensor, bool]:
+        """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
+        for grads in state.grads.values():
+            grads.zero_()
+        given, rows_A = (state.params, state.grads, buffers, hook_states, state.loss_scale), []
+        for batch in micro_batches:
+            rows, is_sum = self._run("micro_step", given, (batch, numbers))
+            rows_A.append(rows)
+        return torch.stack(rows_A, rows.dim() - 2), is_sum
+
+    # --- captures ------------------------------------------------------------------------------------------------
+
+    def _run(self, name: str, given: tuple[Any, ...], further: tuple[Any, ...]) -> Any:
+        """Runs one of the `StepFunctions`, captured if need be.
+
+        Args:
+            given: arguments that are alike in each call, such as the state.
+            further: arguments whose shapes may differ.
+        """
+        function = getattr(self.functions, name)
+        if self.backend is None:
+            return function(*given, *further)
+        kind, known = Kind.of(further), self._compiled.setdefault(name, [])
+        compiled = next((one for one in known if one.misfit(kind) is None), None)
+        if compiled is None:
+            if len(known) == self.most_graphs:
+                raise too_often(type(self._model).__name__, self.most_graphs, known[-1].misfit(kind))
+            compiled = self._compile(function, (*given, *further), kind)
+            known.append(compiled)
+        tensors = [x for x in optree.tree_leaves((*given, *further), none_is_leaf=True) if isinstance(x, Tensor)]
+        with torch.no_grad(), in_collectives(type(self._model).__name__):
+            result = compiled.traced.call(compiled.run, tensors)
+        for observe in self._observers:
+            for record in compiled.sent:
+                observe(record)
         return result
 
-    @contextmanager
-    def _capturing(self) -> Iterator[None]:
-        # Floats are constants of the graph: Dynamo would first make them inputs, then capture everything a second time.
-        quiet = torch._dynamo.config.ignore_logging_functions | logging_methods()
-        with (
-            one_graph(self._name, is_new=not self.backend.num_captured),
-            torch._dynamo.config.patch(
-                trace_autograd_ops=True, specialize_float=True, allow_rnn=True, ignore_logging_functions=quiet
-            ),
-        ):
-            yield
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: Kind) -> Compiled:
+        """Captures a function; rank 0 reports on stderr how long that took."""
+        assert self.backend is not None
+        began = time.perf_counter()
+        traced = self._trace(function, arguments)
+        exchanges = tuple(along for along in self.axes.values() if not along.is_nccl)
+        runner, graph = make_runner(self.backend, traced.module, self.options, self.checkpoint, exchanges)
+        if self._stacked is not None:
+            check_draws_nothing(graph)
+        self.graphs.append(graph)
+        if self._axis.rank == 0:
+            what = f"a step of {type(self._model).__name__} in stage {self._stage} with {self.backend}"
+            print(f"fzero: compiled {what} in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
+        return Compiled(kind, traced, runner, graph, sent_in(graph, self.axes))
+
+    def _trace(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
+        functions = () if self._loss_fn is None else (self._loss_fn,)
+        with in_one_graph(type(self._model).__name__):
+            traced = trace(function, arguments, self._model, self.checkpoint, functions)
+        for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
+            if len(path) > 1 and path[1] in self._units:
+                node.meta["unit"] = self._units[path[1]]
+        return traced
 
     def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
-        """The graphs that a step would run, in order, captured on tensors of a `FakeTensorMode`. Runs nothing.
-
-        The model's Python attributes keep their values.
-        """
-        flat = (state.params, state.master, state.grads, shielded(state.optimizer))
-        buffers = shielded(dict(state.buffers))
+        """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
+        flat = (state.params, state.master, state.grads, state.optimizer)
+        rest = (dict(state.buffers), state.hook_states, state.loss_scale)
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
-            full = self._compile(self.functions.full_step, self.backend.graph_only)
-            return [
-                self._captured(full, *flat, buffers, state.hook_states, state.loss_scale, micro_batches[0], numbers)
-            ]
-        sums: list[bool] = []
-
-        @torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]  # it is called in the capture
-        def note(is_sum: bool) -> None:
-            sums.append(is_sum)
-
-        def micro_step(*arguments: Any) -> tuple[Tensor, bool]:
-            rows, is_sum = self.functions.micro_step(*arguments)
-            note(is_sum)
-            return rows, is_sum
-
-        shown = self.backend.graph_only
-        micro, update = self._compile(micro_step, shown), self._compile(self.functions.update, shown)
-        graphs = [
-            self._captured(
-                micro, state.params, state.grads, buffers, state.hook_states, state.loss_scale, batch, numbers
-            )
-            for batch in micro_batches
-        ]
+            return [self._captured(self._trace(self.functions.full_step, (*flat, *rest, micro_batches[0], numbers)))]
+        known: dict[Kind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
+        kinds = [Kind.of(batch) for batch in micro_batches]
+        for kind, batch in zip(kinds, micro_batches, strict=True):
+            if kind not in known:
+                given = (state.params, state.grads, *rest, batch, numbers)
+                traced = self._trace(self.functions.micro_step, given)
+                known[kind] = self._captured(traced), traced.others[1][0]
+        is_sum = known[kinds[-1]][1]
         rows_A = numbers.new_empty(len(micro_batches), self.functions.num_ranks, 4)
-        return [*graphs, self._captured(update, *flat, buffers, state.hook_states, state.loss_scale, rows_A, sums[-1])]
+        update = self._trace(self.functions.update, (*flat, *rest, rows_A, is_sum))
+        return [*(known[kind][0] for kind in kinds), self._captured(update)]
 
-    def _captured(self, function: Callable[..., Any], *arguments: Any) -> Captured:
-        try:
-            with self._capturing():
-                function(*arguments)
-        except GraphOnly as captured:
-            named = {name: self.backend.unit_of(source) for name, source in captured.sources.items()}
-            units = {name: unit for name, unit in named.items() if unit is not None}
-            name_units(captured.graph, units)
-            return Captured(captured.graph, units, self.backend.options, self.backend.checkpoint, self.axes)
-        raise AssertionError(f"{self._name}: a backend that runs nothing returned a result")
-
-    # --- records of what was sent --------------------------------------------------------------------------------
+    def _captured(self, traced: Traced) -> Captured:
+        names = traced.graph.find_nodes(op="placeholder")
+        units = {node.name: node.meta["unit"] for node in names if "unit" in node.meta}
+        return Captured(traced.graph, units, self.options, self.checkpoint, self.axes)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same captured functions; `observe`, too, receives a record of each collective."""
         twin = copy.copy(self)
         twin._observers = (*self._observers, observe)
         return twin
-
-    def _report_sent(self, function: Callable[..., Any]) -> None:
-        """Reports the collectives of a call to the observers, as read from the graph that ran."""
-        if self._observers and function not in self._sent_by:
-            self._sent_by[function] = sent_in(self._graph_of[function], self.axes)
-        for observe in self._observers:
-            for record in self._sent_by[function]:
-                observe(record)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ class Captured(NamedTuple):
     units: dict[str, str]
     """The unit of each tensor that belongs to a flat buffer, by the name of its placeholder."""
     options: PassOptions
-    checkpoint: dict[str, str]
+    checkpoint: Sequence[str]
     """The modules that the backward runs again."""
     axes: Mapping[str, Along]
     """The mesh axis of each process group, by the group's name in the graph."""

@@ -46,7 +46,7 @@ def explain(step: Explained, batch: Any, *, machine: MachineModel | None) -> Tim
     )
     title = f"stage {step.plan.stage} on {describe(step.plan.mesh)}"
     if batch is None:
-        graphs = step.program.compiled.backend.graphs if step.program else []
+        graphs = step.program.compiled.graphs if step.program else []
         if step.program is None or not graphs:
             raise ValueError(
                 "explain: needs a batch where no graph of the full step has run, got none; pass one, explain(batch), or "

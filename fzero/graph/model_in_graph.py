@@ -10,18 +10,17 @@ Shape letters: P padded elements of a flat buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch._dynamo
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.stacked import Stacked
 from fzero.graph.remat import BACKWARD
-from fzero.graph.step_backend import as_parameter
 from fzero.graph.step_inputs import WithLoss
 from fzero.graph.traffic import labelled
 from fzero.optim.loss_scale import LossScale
@@ -38,8 +37,6 @@ class ModelInGraph:
     Args:
         rules: of the loss.
         mesh, ranks: on which it gathers, and runs.
-        is_captured: whether its functions are captured; if not, they run eagerly.
-        own: the names of the model's own parameters, for an eager run.
     """
 
     def __init__(
@@ -53,11 +50,8 @@ class ModelInGraph:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
-        is_captured: bool,
-        own: Mapping[Tensor, str],
     ) -> None:
-        torch._dynamo.allow_in_graph(as_parameter)  # type: ignore[no-untyped-call]
-        self._rules, self._graph, self._ranks, self._own, self._is_captured = rules, mesh, ranks, own, is_captured
+        self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
@@ -68,6 +62,8 @@ class ModelInGraph:
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         reduces_by_sum = not rules.is_mean
         self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        # Weak, for a model may be moved to `meta` to free its own parameters.
+        self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
     def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
@@ -111,7 +107,7 @@ class ModelInGraph:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing(), nullcontext() if self._is_captured else self._unchanged(tensors):
+        with self._ranks.drawing(), self._unchanged(tensors):
             loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
@@ -144,16 +140,15 @@ class ModelInGraph:
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
-        tensors = {**{name: as_parameter(tensor, name) for name, tensor in tensors.items()}, **buffers}
+        tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         for alias, owner in self._aliases.items():
             tensors[alias] = tensors[owner]
         given = {f"model.{name}": tensor for name, tensor in tensors.items()}
-        with nullcontext() if self._is_captured else self._reads_from(tensors):
+        with self._reads_from(tensors):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
-        if not self._is_captured:
-            for name, tensor in tensors.items():
-                if given[f"model.{name}"] is not tensor and name not in buffers:
-                    raise late("parameter", name)
+        for name, tensor in tensors.items():
+            if given[f"model.{name}"] is not tensor and name not in buffers:
+                raise late("parameter", name)
         for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
@@ -176,3 +171,9 @@ class ModelInGraph:
             yield
         finally:
             leave()
+
+
+def as_parameter(tensor: Tensor) -> Tensor:
+    """The same tensor, which now passes as an `nn.Parameter`."""
+    tensor._is_param = True  # type: ignore[attr-defined]
+    return tensor

@@ -1,7 +1,7 @@
 """`rematerialise`: activation checkpointing in a step's graph. Checkpointed modules keep their inputs and run twice.
 
-The graph is a training step's. Each operator of the forward has its module in `meta["nn_module_stack"]`; the backward was
-traced inside `annotate(BACKWARD)`.
+The graph is a training step's. Each operator of a checkpointed module's forward was traced inside `marked`, and the backward
+inside `annotate(BACKWARD)`.
 
 1. A *region* is the nodes of one forward call of a checkpointed module. Its output, which other nodes of the forward read,
    is kept, and so is its input.
@@ -18,12 +18,17 @@ in the number of nodes.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+import torch.fx.traceback
+from torch import nn
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fzero.graph.analysis import analyse
 from fzero.graph.nodes import aten, is_mutation, storages
@@ -32,6 +37,7 @@ from fzero.graph.schedule import copy_of
 BACKWARD = {"fzero": "backward"}
 """The argument of `torch.fx.traceback.annotate` around the backward."""
 _AGAIN = {"fzero": "again"}
+_REGION = "region"
 
 
 class RematError(ValueError):
@@ -48,14 +54,39 @@ def is_again(node: Node) -> bool:
     return (node.meta.get("custom") or {}).get("fzero") == "again"
 
 
-def rematerialise(graph: Graph, modules: Mapping[str, str]) -> Graph:
+@contextmanager
+def marked(model: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Inside, a trace marks the operators of the named modules: the outermost one's name, and the number of its call."""
+    name_of = {model.get_submodule(name): name for name in names}
+    num_calls, inside = Counter[str](), list[tuple[nn.Module, AbstractContextManager[None]]]()
+
+    def enter(module: nn.Module, _: Any) -> None:
+        name = name_of.get(module)
+        if name is not None and not inside:
+            mark = torch.fx.traceback.annotate({_REGION: f"{name}@{num_calls[name]}"})
+            num_calls[name] += 1
+            mark.__enter__()
+            inside.append((module, mark))
+
+    def leave(module: nn.Module, _: Any, output: Any) -> None:
+        if inside and inside[-1][0] is module:
+            inside.pop()[1].__exit__(None, None, None)
+
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)] if name_of else []
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rematerialise(graph: Graph, modules: Iterable[str]) -> Graph:
     """A copy of `graph` whose backward runs `modules` again.
 
     Args:
         graph: a training step's, whose only in-place writes are `copy_` into placeholders at its end. Without a backward,
             nothing changes.
-        modules: the name of each module to checkpoint, by its key in `nn_module_stack`: its `id` as text, to which the
-            second and later calls add `@1`, `@2`.
+        modules: the names of the modules to checkpoint, which `marked` has marked.
 
     Raises:
         RematError: the forward has no operator of one of the modules.
@@ -65,10 +96,11 @@ def rematerialise(graph: Graph, modules: Mapping[str, str]) -> Graph:
     return copy
 
 
-def rematerialise_in_place(graph: Graph, modules: Mapping[str, str]) -> None:
+def rematerialise_in_place(graph: Graph, modules: Iterable[str]) -> None:
     """`rematerialise` on the graph itself, for Inductor's hooks."""
     nodes = list(graph.nodes)
     marked = [index for index, node in enumerate(nodes) if is_backward(node)]
+    modules = tuple(modules)
     if not marked or not modules:
         return
     forward, backward, rest = nodes[: marked[0]], nodes[marked[0] : marked[-1] + 1], nodes[marked[-1] + 1 :]
@@ -84,15 +116,12 @@ def rematerialise_in_place(graph: Graph, modules: Mapping[str, str]) -> None:
     graph.lint()
 
 
-def _regions(forward: list[Node], modules: Mapping[str, str]) -> dict[Node, str]:
-    """The region of each node in a checkpointed module: the key of the outermost one."""
-    regions: dict[Node, str] = {}
-    for node in forward:
-        keys = [key for key in node.meta.get("nn_module_stack") or {} if key.partition("@")[0] in modules]
-        if keys and node.op == "call_function":
-            regions[node] = keys[0]
-    seen = {key.partition("@")[0] for key in regions.values()}
-    missing = [name for key, name in modules.items() if key not in seen]
+def _regions(forward: list[Node], modules: Sequence[str]) -> dict[Node, str]:
+    """The region of each node in a checkpointed module: the outermost one's name, and the number of its call."""
+    marks = {node: (node.meta.get("custom") or {}).get(_REGION) for node in forward if node.op == "call_function"}
+    regions = {node: mark for node, mark in marks.items() if mark is not None}
+    seen = {mark.rpartition("@")[0] for mark in regions.values()}
+    missing = [name for name in modules if name not in seen and not any(name.startswith(f"{outer}.") for outer in seen)]
     if missing:
         raise RematError(
             f"checkpoint: module {missing[0]!r} must run as a module of the captured forward, got no operator of it (it is "

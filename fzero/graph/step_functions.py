@@ -18,7 +18,6 @@ from typing import Any
 
 import optree
 import torch
-import torch._dynamo
 import torch.fx.traceback
 from torch import Tensor, nn
 
@@ -29,7 +28,7 @@ from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
 from fzero.graph.model_in_graph import ModelInGraph
-from fzero.graph.step_inputs import HookStates, Rules, bare
+from fzero.graph.step_inputs import HookStates, Rules
 from fzero.graph.traffic import labelled
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
@@ -57,8 +56,6 @@ class StepFunctions:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
-        is_captured: bool,
-        own: Mapping[Tensor, str],
         stacked: Stacked | None,
     ) -> None:
         self._device = device
@@ -68,7 +65,7 @@ class StepFunctions:
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
         self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
-        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "is_captured": is_captured, "own": own}
+        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast}
         self.model = ModelInGraph(model, plan, device, rules.end.loss, self._graph, self._ranks, **how)
 
     @property
@@ -88,7 +85,6 @@ class StepFunctions:
         batch: Any,
         numbers: Tensor,
     ) -> tuple[Outcome, bool]:
-        optimizer, buffers = bare(optimizer), bare(buffers)
         row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
 
         def finish(
@@ -119,7 +115,6 @@ class StepFunctions:
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """The step without the update; returns the rows of all ranks (W, 4), and whether losses are sums."""
-        buffers = bare(buffers)
         row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
         rows = self._stack_rows(row)
         self._reduced(gradients, grads, hook_states, is_sum=is_sum)
@@ -129,7 +124,7 @@ class StepFunctions:
     def sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
         """The sums over ranks that remain after the last micro-step, in a step without the update."""
         self._summed_up(grads, hook_states)
-        self._agree(bare(buffers))
+        self._agree(buffers)
 
     def micro_step(
         self,
@@ -142,7 +137,7 @@ class StepFunctions:
         numbers: Tensor,
     ) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces first those that a rank does not collect in full."""
-        row, gradients, is_sum = self.model.value_and_grad(params, bare(buffers), loss_scale, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
 
         def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             scale = self._grad_scale(is_sum)
@@ -176,9 +171,7 @@ class StepFunctions:
             reduced = self._summed_up(grads, hook_states)
             return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
 
-        return self._ranks.each(finish)(
-            grads, hook_states, params, master, bare(optimizer), bare(buffers), loss_scale, rows
-        )
+        return self._ranks.each(finish)(grads, hook_states, params, master, optimizer, buffers, loss_scale, rows)
 
     # --- parts of these, on one rank -----------------------------------------------------------------------------------
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import optree
-import torch
 from torch import Tensor, nn
 
 from fzero.optim.transforms import Transform
@@ -33,8 +31,7 @@ class Rules(NamedTuple):
 
     Attributes:
         end: by which a step ends.
-        transforms: by flat buffer. Their learning rates and momentum are 0-d tensors that the caller fills before a step. (Dynamo
-            first takes a 0-d float64 or int64 tensor on the CPU for a number, which costs a second capture.)
+        transforms: by flat buffer. Their learning rates and momentum are 0-d tensors that the caller fills before a step.
         places: by flat buffer, the index of its first element in the random stream of stochastic rounding; None without it.
     """
 
@@ -42,24 +39,3 @@ class Rules(NamedTuple):
     transforms: dict[str, Transform]
     places: dict[str, int] | None
     salts: Tensor
-
-
-class _Shielded(NamedTuple):
-    """A 0-d float64 tensor on the CPU, viewed as (1,): torch takes a 0-d one for a number, and writes to it are lost."""
-
-    value: Tensor
-
-
-def shielded(tree: Any) -> Any:
-    """The tree with every 0-d float64 CPU tensor as an argument that a graph can write."""
-    return optree.tree_map(
-        lambda x: _Shielded(x.view(1)) if not x.ndim and x.dtype == torch.float64 and x.device.type == "cpu" else x,
-        tree,
-    )
-
-
-def bare(tree: Any) -> Any:
-    """Inside a graph, the tree that was given to `shielded`; its 0-d tensors are views."""
-    return optree.tree_map(
-        lambda x: x.value.view(()) if isinstance(x, _Shielded) else x, tree, is_leaf=lambda x: isinstance(x, _Shielded)
-    )

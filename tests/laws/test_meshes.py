@@ -496,7 +496,7 @@ def _run(mode: str, keys: Mapping[str, Any], options: Mapping[str, Any]) -> Run:
     sent: Counter[str] = Counter()
     for record in log:
         sent[record.axis] += record.num_elements * (record.num_elements > 20)  # not losses and norms
-    graphs = [] if step.program is None else step.program.compiled.backend.graphs
+    graphs = [] if step.program is None else step.program.compiled.graphs
     return Run(curve, step.gather(state), sent, graphs, step.plan)
 
 

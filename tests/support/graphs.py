@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +17,9 @@ from torch._subclasses import FakeTensorMode
 from torch.func import functional_call
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+
+import fzero.graph.capture
+from fzero.graph.backends import make_runner
 
 c10d = torch.ops._c10d_functional
 VOCAB, SEQ, BATCH = 13, 5, 2
@@ -47,6 +52,20 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+@contextmanager
+def captures() -> Iterator[list[Graph]]:
+    """The graphs that steps capture inside."""
+    graphs: list[Graph] = []
+
+    def noted(*args: Any) -> Any:
+        runner, graph = make_runner(*args)
+        graphs.append(graph)
+        return runner, graph
+
+    with patch.object(fzero.graph.capture, "make_runner", noted):
+        yield graphs
 
 
 @dataclass(frozen=True)

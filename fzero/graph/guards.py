@@ -1,0 +1,206 @@
+"""`Guard`: the Python values that a function read while it was traced. While they are the same, its graph is valid.
+
+Recorded are:
+
+- the attributes of modules that were read, with the contents of lists, dicts and plain objects such as a configuration;
+- the globals that forwards and the loss function name, and what the loss function has in its closure.
+
+Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
+of the graph, so that only its shape, dtype and device are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+_MISSING = object()
+_BY_VALUE = (int, float, complex, str, bytes, torch.Size)
+_BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
+_OF_THE_STATE = ("_parameters", "_buffers", "_modules", "__dict__", "__class__")
+_DEEPEST = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """An entry of a dict, such as an attribute of a module: the dict, the key, and a name for messages."""
+
+    owner: MutableMapping[str, Any]
+    key: Any
+    name: str
+
+    def get(self) -> Any:
+        return self.owner.get(self.key, _MISSING)
+
+    def set(self, value: Any) -> None:
+        self.owner[self.key] = value
+
+
+class TensorKind(NamedTuple):
+    """What of a tensor a graph depends on."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Self:
+        return cls(x.shape, x.stride(), x.dtype, x.device)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} of shape {tuple(self.shape)} and strides {self.stride} on {self.device}"
+
+
+class Guard:
+    """The values that a function read.
+
+    `changed()` looks at them again. Its time is that of a few comparisons for each module.
+    """
+
+    def __init__(self) -> None:
+        self._values: list[tuple[Place, Any]] = []
+        self._contents: list[tuple[str, Any, Any]] = []
+        self._seen: set[int] = set()
+
+    @classmethod
+    @contextmanager
+    def recording(cls, model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> Iterator[Self]:
+        """Records which attributes of the model's modules the body reads, and the globals and closures of `functions`.
+
+        Inside, every access to an attribute of a module takes a little longer, in all threads.
+        """
+        guard = cls()
+        for function in functions:
+            guard._record_function(function)
+        for kind in {type(module) for module in model.modules()}:
+            if not kind.__module__.startswith("torch.nn"):
+                guard._record_function(kind.forward)
+        names = {id(module): name for name, module in model.named_modules()}
+        read: set[tuple[int, str]] = set()
+        get = object.__getattribute__
+
+        def access(self: nn.Module, key: str) -> Any:
+            value = get(self, key)
+            at = (id(self), key)
+            if at not in read and at[0] in names and key not in _OF_THE_STATE:
+                read.add(at)
+                own = get(self, "__dict__")
+                if key in own:
+                    prefix = f"{names[at[0]]}." if names[at[0]] else ""
+                    guard._record(Place(own, key, f"model.{prefix}{key}"), value)
+            return value
+
+        nn.Module.__getattribute__ = access  # type: ignore[method-assign, assignment]
+        try:
+            yield guard
+        finally:
+            del nn.Module.__getattribute__
+
+    def changed(self) -> str | None:
+        """A text about one value that has changed since; None if none has."""
+        for place, then in self._values:
+            now = place.get()
+            if now is not then and not _is_same(now, then):
+                return f"{place.name} == {now!r:.80}, and was {then!r:.80}"
+        for name, container, contents in self._contents:
+            if container and not _is_same_content(container, contents):
+                return f"the contents of {name}"
+            if not container and contents:
+                return f"the contents of {name}"
+        return None
+
+    def _record_function(self, function: Callable[..., Any]) -> None:
+        """The globals that a function names, and its closure; of a callable object its attributes, too."""
+        function = getattr(function, "__func__", function)
+        if not isinstance(function, FunctionType):
+            if hasattr(function, "__dict__") and not isinstance(function, _BY_IDENTITY):
+                self._record_contents(vars(function), type(function).__name__, 0)
+            calls = [vars(kind).get("__call__") for kind in type(function).__mro__]
+            for call in filter(None, calls[:1]):
+                self._record_function(call)
+            return
+        for name in _names(function.__code__):
+            if name in function.__globals__:
+                self._record(Place(function.__globals__, name, name), function.__globals__[name])
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not yet assigned
+                continue
+            self._record(Place(_Cell(cell), name, name), value)
+
+    def _record(self, place: Place, value: Any, depth: int = 0) -> None:
+        if isinstance(value, Tensor) and place.name.startswith("model."):
+            value = TensorKind.of(value)
+        self._values.append((place, value))
+        self._record_contents(value, place.name, depth)
+
+    def _record_contents(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, _BY_IDENTITY) or id(value) in self._seen or depth > _DEEPEST:
+            return
+        if isinstance(value, dict):
+            items: Mapping[Any, Any] = value
+            contents: Any = dict(value)
+        elif isinstance(value, list | set | tuple):
+            items, contents = dict(enumerate(value)), type(value)(value) if type(value) in (list, set) else tuple(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, TensorKind):
+            items, contents = vars(value), dict(vars(value))
+            value = vars(value)
+        else:
+            return
+        self._seen.add(id(value))
+        self._contents.append((name, value, contents))
+        for key, item in items.items():
+            self._record_contents(item, f"{name}[{key!r}]" if isinstance(key, int) else f"{name}.{key}", depth + 1)
+
+
+class _Cell(dict[str, Any]):
+    """A cell of a closure as a dict of any one key."""
+
+    def __init__(self, cell: Any) -> None:
+        super().__init__()
+        self._cell = cell
+
+    def get(self, key: str, default: Any = None) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            return default
+
+
+def _is_same(now: Any, then: Any) -> bool:
+    if isinstance(then, TensorKind):
+        return isinstance(now, Tensor) and TensorKind.of(now) == then
+    if type(now) is not type(then):
+        return False
+    if isinstance(then, _BY_VALUE):
+        return bool(now == then)
+    return isinstance(then, tuple) and len(now) == len(then) and all(map(_is_equal, now, then))
+
+
+def _is_equal(now: Any, then: Any) -> bool:
+    return now is then or _is_same(now, then)
+
+
+def _is_same_content(now: Any, then: Any) -> bool:
+    if len(now) != len(then):
+        return False
+    if isinstance(then, dict):
+        return all(key in now and _is_equal(now[key], value) for key, value in then.items())
+    if isinstance(then, set):
+        return bool(now == then)
+    return all(map(_is_equal, now, then))
+
+
+def _names(code: CodeType) -> set[str]:
+    """The names that code may read from its globals, its inner functions' too."""
+    inner = [_names(x) for x in code.co_consts if isinstance(x, CodeType)]
+    return set(code.co_names).union(*inner)

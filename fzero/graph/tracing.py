@@ -1,0 +1,269 @@
+"""`trace`: a function of trees of tensors, as one aten graph. It runs once, on tensors without memory.
+
+    traced = trace(function, (state, batch), model, regions)
+    results = traced.call(run, (state, batch))      # where `run` runs traced.graph on a list of tensors
+
+1. `make_fx` records every operator that the function calls, those of its backward, too. The function may do whatever Python
+   can, but it cannot read the value of a tensor.
+2. Functional tensors stand for the arguments, so that the graph has no in-place operator. A `copy_` at its end writes each
+   argument that the function has changed.
+3. Tensors that the function finds elsewhere become inputs of the graph: attributes of modules, and tensors that it holds
+   (`constants`). The graph reads their values of the day.
+4. Attributes that the function sets are set after each run: to a result of the graph, or to the value of the day of the trace.
+
+What else the function read is in `Traced.guard`; while it is unchanged, the graph is the function.
+"""
+
+from __future__ import annotations
+
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+import torch.distributed._functional_collectives  # registers what its operators return for tensors without memory
+import torch.fx.traceback
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fzero.graph.guards import Guard, Place
+from fzero.graph.nodes import aten
+from fzero.graph.remat import marked
+from fzero.runtime.module_binding import attributes_kept
+from fzero.runtime.own_params import late
+
+_FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
+
+
+class ImpureError(RuntimeError):
+    """A function does something that a graph would not repeat."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A function as a graph.
+
+    Attributes:
+        module: its graph's placeholders are the tensors of the arguments in order, then `attributes`, then `constants`.
+        paths: per tensor of the arguments, its place in their tree.
+        attributes: the attributes that the graph reads.
+        constants: further tensors that it reads.
+        treespec: of the function's result.
+        others: the result's leaves; None where the graph returns a tensor.
+        kept: the attributes that become further results of the graph.
+        replaced: the attributes that get other values, which are no tensors.
+        guard: the Python values that the function read.
+    """
+
+    module: GraphModule
+    paths: Sequence[tuple[Any, ...]]
+    attributes: Sequence[Place]
+    constants: Sequence[Tensor]
+    treespec: optree.PyTreeSpec
+    others: Sequence[Any]
+    kept: Sequence[Place]
+    replaced: Sequence[tuple[Place, Any]]
+    guard: Guard
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    def call(self, run: Callable[[list[Tensor]], Sequence[Tensor]], tensors: Sequence[Tensor]) -> Any:
+        """The function's result on other tensors of the same shapes, computed by `run`, which runs the graph."""
+        results = iter(run([*tensors, *(place.get() for place in self.attributes), *self.constants]))
+        leaves = [next(results) if other is None else other[0] for other in self.others]
+        for place in self.kept:
+            place.set(next(results))
+        for place, value in self.replaced:
+            place.set(value)
+        return self.treespec.unflatten(leaves)
+
+
+def trace(
+    function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module, regions: Sequence[str], reads: Any
+) -> Traced:
+    """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model, no random state.
+
+    Args:
+        arguments: trees of tensors; other leaves are constants of the graph.
+        model: the module whose attributes the function may read and set.
+        regions: names of modules whose operators are marked for `fzero.graph.remat`.
+        reads: further functions of the user, whose globals and closures are guarded.
+
+    Raises:
+        ImpureError: the function draws random numbers of Python or NumPy, or keeps a tensor where a graph cannot put it.
+    """
+    tracing = _Tracing(function, arguments, model)
+    with ExitStack() as stack:
+        stack.enter_context(attributes_kept(model))
+        guard = stack.enter_context(Guard.recording(model, reads))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(torch.fx.traceback.preserve_node_meta())
+        stack.enter_context(marked(model, regions))
+        stack.enter_context(_as_compiling())
+        stack.enter_context(_pure())
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tracing.inputs]
+        with torch.enable_grad():
+            module = make_fx(tracing.run)(*fakes)
+    return tracing.result(module, guard)
+
+
+class _Tracing:
+    """One trace: its inputs, what it runs, and what it found."""
+
+    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module) -> None:
+        self.function, self.model = function, model
+        self.leaves, self.treespec = optree.tree_flatten(arguments, none_is_leaf=True)
+        paths = optree.treespec_paths(self.treespec)
+        self.paths = [path for path, leaf in zip(paths, self.leaves, strict=True) if isinstance(leaf, Tensor)]
+        own = (
+            Place(vars(module), key, f"{name}.{key}" if name else key)
+            for name, module in model.named_modules()
+            for key in vars(module)
+        )
+        self.attributes = [x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)]
+        self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.inputs += [place.get() for place in self.attributes]
+
+    def run(self, *given: Tensor) -> list[Tensor]:
+        """The function on functional tensors; then writes the arguments that it has changed."""
+        with torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE), FunctionalTensorMode():
+            inputs = [FunctionalTensor.to_functional(x) for x in given]
+            tensors = iter(inputs)
+            leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+            for place in self.attributes:
+                place.set(next(tensors))
+            before = [(name, vars(module), dict(vars(module))) for name, module in self.model.named_modules()]
+            names = {name for name, _ in self.model.named_parameters()}
+            result = self.function(*self.treespec.unflatten(leaves))
+            for name, _ in self.model.named_parameters():
+                if name not in names:
+                    raise late("parameter", name)
+            leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
+            self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
+            self.kept, self.replaced = _set_by(before)
+            kept = [place.get() for place in self.kept]
+            results = [_value(x) for x in (*leaves, *kept) if isinstance(x, Tensor)]
+            changed = [(x, _value(now)) for x, now in zip(given, inputs, strict=True) if _has_changed(now)]
+        for x, now in changed:
+            x.copy_(now)
+        return results
+
+    def result(self, module: GraphModule, guard: Guard) -> Traced:
+        num_given = len(self.paths)
+        placeholders = module.graph.find_nodes(op="placeholder")
+        attributes = []
+        for place, node in zip(self.attributes, placeholders[num_given:], strict=True):
+            if node.users:
+                attributes.append(place)
+            else:
+                module.graph.erase_node(node)
+        constants = _take_constants(module)
+        how = (self.result_spec, self.others, self.kept, self.replaced, guard)
+        return Traced(module, self.paths, attributes, constants, *how)
+
+
+def _value(x: Tensor) -> Tensor:
+    """The traced tensor behind a functional one, after all changes."""
+    if not isinstance(x, FunctionalTensor):
+        return x
+    torch._sync(x)
+    value: Tensor = torch._from_functional_tensor(x.elem)
+    return value
+
+
+def _has_changed(x: FunctionalTensor) -> bool:
+    torch._sync(x)
+    return bool(torch._functionalize_has_data_mutation(x.elem))
+
+
+def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[list[Place], list[tuple[Place, Any]]]:
+    """The attributes that a function has set: to tensors, and to other values."""
+    kept: list[Place] = []
+    replaced: list[tuple[Place, Any]] = []
+    for name, now, then in before:
+        for key, value in now.items():
+            place = Place(now, key, f"{name}.{key}" if name else key)
+            if then.get(key, now) is value or key == "_flat_weights":  # a list of the module's own parameters
+                continue
+            if isinstance(value, Tensor):
+                if value.requires_grad:
+                    raise ImpureError(
+                        f"the forward stores a tensor that requires grad in {place.name!r}; store its .detach()"
+                    )
+                kept.append(place)
+                continue
+            leaves = optree.tree_leaves(value, none_is_leaf=True)
+            if any(isinstance(leaf, FunctionalTensor) for leaf in leaves):
+                raise ImpureError(
+                    f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; store each in an attribute"
+                )
+            replaced.append((place, value))
+    return kept, replaced
+
+
+def _take_constants(module: GraphModule) -> list[Tensor]:
+    """Makes the tensors that a graph holds its inputs; returns them. Those made by the trace itself stay in the graph."""
+    graph, constants = module.graph, list[Tensor]()
+    by_name: dict[str, Node] = {}
+    last = graph.find_nodes(op="placeholder")[-1]
+    for node in graph.find_nodes(op="get_attr"):
+        tensor = getattr(module, str(node.target))
+        if not isinstance(tensor, Tensor) or all(user.target in _LIFTS for user in node.users):
+            continue
+        if node.target not in by_name:
+            with graph.inserting_after(last):
+                last = graph.placeholder(f"constant_{len(constants)}")
+            last.meta["val"] = node.meta.get("val", tensor)
+            by_name[str(node.target)] = last
+            constants.append(tensor)
+        node.replace_all_uses_with(by_name[str(node.target)])
+        graph.erase_node(node)
+    return constants
+
+
+_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+
+
+@contextmanager
+def _as_compiling() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` is true, and a traced tensor has no text."""
+
+    def has_no_text(self: Tensor, *_: Any, **__: Any) -> str:
+        raise ImpureError(
+            "it makes a text of a tensor's values, which a graph does not know, and would do so once only"
+        )
+
+    before, text = torch.compiler._is_compiling_flag, FunctionalTensor.__repr__
+    torch.compiler._is_compiling_flag = True
+    FunctionalTensor.__repr__ = has_no_text  # type: ignore[assignment, method-assign]
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
+        FunctionalTensor.__repr__ = text  # type: ignore[method-assign]
+
+
+@contextmanager
+def _pure() -> Iterator[None]:
+    """Raises ImpureError if the body draws random numbers that a graph would hold as constants."""
+
+    def states() -> Mapping[str, Any]:
+        numpy = sys.modules.get("numpy.random")
+        own = {"Python's random": random.getstate(), "torch's generator": torch.get_rng_state().tolist()}
+        return own | ({} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state())})
+
+    before = states()
+    yield
+    drawn = [name for name, state in states().items() if before.get(name, state) != state]
+    if drawn:
+        raise ImpureError(f"it draws numbers from {drawn[0]}, and a graph would draw them once only; use torch.rand")
