@@ -11,7 +11,7 @@ of the graph, so that only its shape, dtype and device are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -72,7 +72,7 @@ class Guard:
 
     @classmethod
     @contextmanager
-    def recording(cls, model: nn.Module, functions: tuple[Callable[..., Any], ...]) -> Iterator[Self]:
+    def recording(cls, model: nn.Module, functions: Iterable[Callable[..., Any]]) -> Iterator[Self]:
         """Records which attributes of the model's modules the body reads, and the globals and closures of `functions`.
 
         Inside, every access to an attribute of a module takes a little longer, in all threads.

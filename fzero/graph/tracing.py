@@ -26,7 +26,6 @@ from typing import Any
 
 import optree
 import torch
-import torch.distributed._functional_collectives  # registers what its operators return for tensors without memory
 import torch.fx.traceback
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -89,7 +88,11 @@ class Traced:
 
 
 def trace(
-    function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module, regions: Sequence[str], reads: Any
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    model: nn.Module,
+    regions: Sequence[str] = (),
+    reads: Sequence[Callable[..., Any]] = (),
 ) -> Traced:
     """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model, no random state.
 

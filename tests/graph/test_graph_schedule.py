@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,13 +19,15 @@ import torch.nn.functional as F
 from graphs import Traced, run_ranks, trace_step
 from hypothesis import given, strategies as st
 from profiles import examples
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from fzero.graph import tracing
 from fzero.graph.analysis import Reduction, analyse
+from fzero.graph.backends import make_runner
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, is_mutation, storages
 from fzero.graph.reuse import plan_live_ranges
@@ -688,8 +691,8 @@ def fake_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def compiled_step() -> tuple[Callable[..., Tensor], Callable[[], list[Any]]]:
-    """A step of two linear units, written as a user would, and fresh arguments."""
+def compiled_step() -> tuple[Callable[..., Tensor], tuple[Any, ...]]:
+    """A step of six linear units, written as a user would, and its arguments."""
     group, x = dist.group.WORLD.group_name, torch.linspace(-1, 1, 12).view(3, 4)
 
     def loss_fn(flats: list[Tensor], x: Tensor) -> Tensor:
@@ -705,7 +708,7 @@ def compiled_step() -> tuple[Callable[..., Tensor], Callable[[], list[Any]]]:
             flat.sub_(0.1 * shard)
         return loss
 
-    return step, lambda: [[torch.linspace(0, 1, 8) + i for i in range(6)], x]
+    return step, ([torch.linspace(0, 1, 8) + i for i in range(6)], x)
 
 
 def letters(graph: Graph) -> str:
@@ -718,32 +721,21 @@ def letters(graph: Graph) -> str:
     )
 
 
-def test_the_aot_eager_backend_runs_the_schedule(fake_group: None) -> None:
-    from fzero.graph.backends import aot_eager
-
-    def observe(graph: Graph) -> None:
-        seen.append(letters(graph))
-        assert liveness(graph).peak_gathered_numel == 32
-
-    step, args = compiled_step()
-    seen: list[str] = []
-    torch.compile(step, backend=aot_eager(PassOptions(max_reducing=0), observe=observe), fullgraph=True)(*args())
-    assert seen == ["+w+.w+.w+.w+.w+.w+..-..wc-w+..wc-w+..wc-w+..wc-w..wc-wc"]
+def test_the_schedule_runs_as_it_is(fake_group: None) -> None:
+    traced = tracing.trace(*compiled_step(), nn.Module())
+    _, graph = make_runner("aot_eager", traced.module, PassOptions(max_reducing=0))
+    assert letters(graph) == "+w+.w+.w+.w+.w+.w+..-..wc-w+..wc-w+..wc-w+..wc-w..wc-wc"
+    assert liveness(graph).peak_gathered_numel == 32
 
 
 def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     from torch._inductor.utils import run_and_get_code
 
-    from fzero.graph.backends import inductor
-
-    def observe(graph: Graph) -> None:
-        seen.append(letters(graph))
-        assert liveness(graph).peak_gathered_numel == 32
-
     step, args = compiled_step()
-    seen: list[str] = []
-    compiled = torch.compile(step, backend=inductor(PassOptions(), observe=observe), fullgraph=True)
-    _, (code, *_) = run_and_get_code(compiled, *args())
+    traced = tracing.trace(step, args, nn.Module())
+    tensors = optree.tree_leaves(args)
+    (run, graph), (code, *_) = run_and_get_code(make_runner, "inductor", traced.module, PassOptions())
+    traced.call(run, tensors)
     calls = {
         "= torch.ops._c10d_functional.all_gather_into_tensor.default(": "+",
         "= torch.ops._c10d_functional.reduce_scatter_tensor.default(": "-",
@@ -752,7 +744,8 @@ def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     }
     lines = [line.partition("#")[0] for line in code[code.index("def call(") :].splitlines()]
     order = "".join(letter for line in lines for call, letter in calls.items() if call in line)
-    assert [order] == [letters.replace("c", "") for letters in seen] and order.count("+") == 10
+    assert order == letters(graph).replace("c", "") and order.count("+") == 10
+    assert liveness(graph).peak_gathered_numel == 32
 
 
 def trace(step: Callable[..., Any], *args: Tensor) -> Any:
