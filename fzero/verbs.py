@@ -141,31 +141,27 @@ def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
     return _map(tree, specs, axis, full=True, sharded=sharded, replicated=replicated)
 
 
-def optimizer_update(transform: Transform, params: Any, grads: Any, state: Any) -> tuple[Any, Any]:
+def optimizer_update(
+    transform: Transform, params: Any, grads: Any, state: Any, *, donate: bool = False
+) -> tuple[Any, Any]:
     """One update of every tensor: parameters and gradients → new parameters and new optimizer state. Sends nothing.
 
-    It works on copies, so its arguments keep their values. (A train step passes its own tensors, which the transform
-    overwrites.)
 
     Args:
         transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure, such as shards.
         state: the same structure, with the transform's state in place of each tensor.
+        donate: whether the result may use the memory of the arguments, which are lost; a train step donates its tensors. If not,
+            the transform works on copies.
 
     Returns:
         The new parameters and the new state, with the structure of the old ones.
     """
     leaves, treespec = optree.tree_flatten(params)
-    grad_leaves = treespec.flatten_up_to(grads)
-    state_leaves = treespec.flatten_up_to(state)
-    updated = [
-        transform.update(grad.clone(), param.clone(), optree.tree_map(torch.clone, old))
-        for param, grad, old in zip(leaves, grad_leaves, state_leaves, strict=True)
-    ]
-    return (
-        treespec.unflatten([param for _, param, _ in updated]),
-        treespec.unflatten([new for _, _, new in updated]),
-    )
+    given = (leaves, treespec.flatten_up_to(grads), treespec.flatten_up_to(state))
+    param_leaves, grad_leaves, state_leaves = given if donate else optree.tree_map(torch.clone, given)
+    new_params, new_states = transform.update_each(grad_leaves, param_leaves, state_leaves)
+    return treespec.unflatten(new_params), treespec.unflatten(new_states)
 
 
 # --- the verbs of a flat buffer, with which a step sends ----------------------------------------------------------

@@ -16,11 +16,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.fx.traceback
 from einops import rearrange
 from torch import Tensor
 
@@ -92,7 +94,7 @@ def start_all_gather(
             caller does not.
     """
     if not isinstance(axis, Bound):
-        return ended(axis.all_gather(shard_S), label)
+        return _in_graph(axis.all_gather, shard_S, label)
     if full_P is None:
         shard_S = shard_S.contiguous()
         full_P = shard_S.new_empty(shard_S.numel() * axis.size)
@@ -129,7 +131,7 @@ def start_reduce_scatter(
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     if not isinstance(axis, Bound):
-        return ended(axis.reduce_scatter(full_P), label)
+        return _in_graph(axis.reduce_scatter, full_P, label)
     if axis.size == 1:
         is_there = out_S is None or out_S is full_P
         return _without_sending(label, full_P if out_S is None else out_S, after, None if is_there else full_P)
@@ -171,7 +173,7 @@ def start_all_to_all(
         after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
     """
     if not isinstance(axis, Bound):
-        return ended(axis.all_to_all(rows_WN), label)
+        return _in_graph(axis.all_to_all, rows_WN, label)
     if axis.size == 1:
         return _without_sending(label, rows_WN, after)
     _report(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
@@ -203,7 +205,7 @@ def start_all_reduce(
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     if not isinstance(axis, Bound):
-        return ended(axis.all_reduce(full_P), label)
+        return _in_graph(axis.all_reduce, full_P, label)
     _report_all_reduce(full_P, axis, label)
     is_at_once = after is None or full_P.is_cuda
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:
@@ -228,7 +230,7 @@ def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
 def start_stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
     if not isinstance(axis, Bound):
-        return ended(axis.stack(x), label)
+        return _in_graph(axis.stack, x, label)
     if axis.size == 1:
         return ended(x[None], label)
     rows = x.new_empty((axis.size, *x.shape))
@@ -242,6 +244,17 @@ def start_stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> 
     except RuntimeError as error:
         raise failed(label, error) from error
     return Pending(label, works, None, rows)
+
+
+def labelled(label: Label) -> AbstractContextManager[None]:
+    """Inside, a trace notes the label in `meta["custom"]["sent"]` of every node: of collectives, and of a comm hook's coding."""
+    context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": label})
+    return context
+
+
+def _in_graph(collective: Callable[[Tensor], Tensor], x: Tensor, label: Label) -> Pending:
+    with labelled(label):
+        return ended(collective(x), label)
 
 
 def _without_sending(label: Label, out: Tensor, after: Pending | None, source: Tensor | None = None) -> Pending:

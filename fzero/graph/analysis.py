@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 from torch.fx import Graph, Node
 
+from fzero.comms.collectives import OTHER
+from fzero.comms.records import Label
 from fzero.graph.nodes import (
     CREATES,
     GATHERS,
@@ -133,7 +135,12 @@ def analyse(graph: Graph) -> Analysis:
 
 
 def _may_gather(node: Node) -> bool:
-    """Whether the node sends the same tensor to all ranks; an all-to-all of different parts belongs to a reduction."""
+    """Whether the node sends the same tensor to all ranks; an all-to-all of different parts belongs to a reduction.
+
+    The partial sums of an optimizer may be a constant on a rank that holds no part of the parameters.
+    """
+    if getattr(label_of(node), "purpose", "gather") != "gather":
+        return False
     if node.target is c10d.all_to_all_single.default:
         return bool(node.all_input_nodes[0].target is aten.repeat.default)
     return node.target in GATHERS
@@ -233,12 +240,10 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
 
 
 class Content(NamedTuple):
-    """The part of a collective that belongs to one flat buffer.
+    """The part of a collective that belongs to one flat buffer."""
 
-    `fzero.graph.traffic` defines the labels; a model's own collective has "other".
-    """
-
-    label: str
+    label: Label
+    """A model's own collective has "other"."""
     numel: int
     """Elements as sent, after a comm hook's encoding."""
     coded: tuple[int, int]
@@ -252,7 +257,7 @@ def contents_of(start: Node) -> tuple[Content, ...]:
         return joined
     numel = max(numel_of(start), sum(map(numel_of, start.all_input_nodes)))
     coded: tuple[int, int] = (start.meta.get("custom") or {}).get("coded", (1, 1))
-    return (Content(label_of(start) or "other", numel, coded),)
+    return (Content(label_of(start) or OTHER, numel, coded),)
 
 
 def name_contents(start: Node, parts: Iterable[Node]) -> None:

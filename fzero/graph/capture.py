@@ -33,14 +33,15 @@ from fzero.graph.captured import Captured
 from fzero.graph.guards import TensorKind
 from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
-from fzero.graph.step_inputs import HookStates, Rules
 from fzero.graph.tracing import Traced, trace
 from fzero.graph.traffic import sent_in
+from fzero.optim.transforms import Transform
 from fzero.plans.plan import Plan
-from fzero.runtime.finish import Outcome
+from fzero.runtime.finish import Outcome, StepRules
 from fzero.runtime.loss import LossFn
 from fzero.state import TrainState
 
+State = TrainState[Tensor]
 MOST_GRAPHS = 8
 """The most graphs of one function; a model that needs another one in each step would spend its time on captures."""
 
@@ -116,7 +117,8 @@ class CompiledStep:
         plan: Plan,
         axis: ProcessAxis | AbstractAxis,
         device: torch.device,
-        rules: Rules,
+        rules: StepRules,
+        transform_of: Callable[..., Transform],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -125,7 +127,7 @@ class CompiledStep:
         stacked: Stacked | None = None,
     ) -> None:
         self.functions = StepFunctions(
-            model, plan, axis, device, rules, loss_fn=loss_fn, autocast=autocast, stacked=stacked
+            model, plan, axis, device, rules, transform_of, loss_fn=loss_fn, autocast=autocast, stacked=stacked
         )
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
         self.axes, self.graphs, self.most_graphs = self.functions.axes, list[Graph](), MOST_GRAPHS
@@ -139,43 +141,25 @@ class CompiledStep:
     def is_captured(self) -> bool:
         return self.backend is not None
 
-    def __call__(
-        self,
-        state: TrainState[Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        micro_batches: Sequence[Any],
-        numbers: Tensor,
-    ) -> tuple[Outcome, bool]:
-        """Runs one step in place on `state` and the module `buffers`. *Collective.*
+    def __call__(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Outcome, bool]:
+        """Runs one step in place on `state`. *Collective.*
 
         Args:
-            state: donated.
-            buffers: the module's buffers; written.
-            hook_states: the states of the comm hooks; written.
+            state: donated, its module buffers and the states of comm hooks, too.
             micro_batches: A batches.
             numbers: the number of this pass and a checksum of the hyper-parameters (2,), float64; must be equal on all ranks.
 
         Returns:
             The outcome, and whether losses are sums.
         """
-        flat = (state.params, state.master, state.grads, state.optimizer)
-        rest = (buffers, hook_states, state.loss_scale)
         if len(micro_batches) == 1:
-            outcome: tuple[Outcome, bool] = self._run("full_step", (*flat, *rest), (micro_batches[0], numbers))
+            outcome: tuple[Outcome, bool] = self._run("full_step", state, micro_batches[0], numbers)
             return outcome
-        rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
-        return self._run("update", (*flat, *rest), (rows, is_sum)), is_sum
+        rows, is_sum = self._accumulate(state, micro_batches, numbers)
+        return self._run("update", state, rows, is_sum), is_sum
 
-    def collect(
-        self,
-        state: TrainState[Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        micro_batches: Sequence[Any],
-        numbers: Tensor,
-    ) -> tuple[Tensor, bool]:
-        """A step without the update: leaves the mean gradients in `state.grads`, and makes `buffers` equal. *Collective.*
+    def collect(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Tensor, bool]:
+        """A step without the update: leaves the mean gradients in `state.grads`, and makes its buffers equal. *Collective.*
 
         For optimizer state that is offloaded, where the graph cannot update it. Arguments as for a call.
 
@@ -183,50 +167,37 @@ class CompiledStep:
             The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and `numbers`; whether losses are sums.
         """
         if len(micro_batches) == 1:
-            given = (state.params, state.grads, buffers, hook_states, state.loss_scale)
-            rows, is_sum = self._run("gradients", given, (micro_batches[0], numbers))
+            rows, is_sum = self._run("gradients", state, micro_batches[0], numbers)
             return rows[None], is_sum
-        rows, is_sum = self._accumulate(state, buffers, hook_states, micro_batches, numbers)
-        self._run("sums", (state.grads, hook_states, buffers), ())
+        rows, is_sum = self._accumulate(state, micro_batches, numbers)
+        self._run("sums", state)
         return rows, is_sum
 
-    def _accumulate(
-        self,
-        state: TrainState[Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        micro_batches: Sequence[Any],
-        numbers: Tensor,
-    ) -> tuple[Tensor, bool]:
+    def _accumulate(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Tensor, bool]:
         """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
         for grads in state.grads.values():
             grads.zero_()
-        given, rows_A = (state.params, state.grads, buffers, hook_states, state.loss_scale), []
+        rows_A = []
         for batch in micro_batches:
-            rows, is_sum = self._run("micro_step", given, (batch, numbers))
+            rows, is_sum = self._run("micro_step", state, batch, numbers)
             rows_A.append(rows)
         return torch.stack(rows_A, rows.dim() - 2), is_sum
 
     # --- captures ------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, given: tuple[Any, ...], further: tuple[Any, ...]) -> Any:
-        """Runs one of the `StepFunctions`, captured if need be.
-
-        Args:
-            given: arguments that are alike in each call, such as the state.
-            further: arguments whose shapes may differ.
-        """
+    def _run(self, name: str, state: State, *further: Any) -> Any:
+        """Runs one of the `StepFunctions`, captured if need be. Only the `further` arguments may differ in their shapes."""
         function = getattr(self.functions, name)
         if self.backend is None:
-            return function(*given, *further)
+            return function(state, *further)
         kind, known = Kind.of(further), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
                 raise too_often(type(self._model).__name__, self.most_graphs, known[-1].misfit(kind))
-            compiled = self._compile(function, (*given, *further), kind)
+            compiled = self._compile(function, (state, *further), kind)
             known.append(compiled)
-        tensors = [x for x in optree.tree_leaves((*given, *further), none_is_leaf=True) if isinstance(x, Tensor)]
+        tensors = [x for x in optree.tree_leaves((state, *further), none_is_leaf=True) if isinstance(x, Tensor)]
         with torch.no_grad(), in_collectives(type(self._model).__name__):
             result = compiled.traced.call(compiled.run, tensors)
         for observe in self._observers:
@@ -254,27 +225,25 @@ class CompiledStep:
         with in_one_graph(type(self._model).__name__):
             traced = trace(function, arguments, self._model, self.checkpoint, functions)
         for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
-            if len(path) > 1 and path[1] in self._units:
-                node.meta["unit"] = self._units[path[1]]
+            if path[0] == 0 and path[2:]:  # a dict of the state
+                unit = self._units.get(path[2])
+                node.meta |= {} if unit is None else {"unit": unit}
         return traced
 
-    def trace(self, state: TrainState[Tensor], micro_batches: Sequence[Any]) -> list[Captured]:
+    def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
-        flat = (state.params, state.master, state.grads, state.optimizer)
-        rest = (dict(state.buffers), state.hook_states, state.loss_scale)
         numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
         if len(micro_batches) == 1:
-            return [self._captured(self._trace(self.functions.full_step, (*flat, *rest, micro_batches[0], numbers)))]
+            return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
         known: dict[Kind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
         kinds = [Kind.of(batch) for batch in micro_batches]
         for kind, batch in zip(kinds, micro_batches, strict=True):
             if kind not in known:
-                given = (state.params, state.grads, *rest, batch, numbers)
-                traced = self._trace(self.functions.micro_step, given)
+                traced = self._trace(self.functions.micro_step, (state, batch, numbers))
                 known[kind] = self._captured(traced), traced.others[1][0]
         is_sum = known[kinds[-1]][1]
         rows_A = numbers.new_empty(len(micro_batches), self.functions.num_ranks, 4)
-        update = self._trace(self.functions.update, (*flat, *rest, rows_A, is_sum))
+        update = self._trace(self.functions.update, (state, rows_A, is_sum))
         return [*(known[kind][0] for kind in kinds), self._captured(update)]
 
     def _captured(self, traced: Traced) -> Captured:

@@ -18,17 +18,28 @@ import torch.fx.traceback
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
+from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.graph.remat import BACKWARD
-from fzero.graph.step_inputs import WithLoss
-from fzero.graph.traffic import labelled
-from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import Plan
-from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
+from fzero.state import TrainState
 from fzero.verbs import start_gather
+
+
+class WithLoss(nn.Module):
+    """The model and its loss as one module, for `functional_call`."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
+        super().__init__()
+        self.model, self.loss_fn, self.how = model, loss_fn, how
+
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        return loss_of(self.model, self.loss_fn, batch, **self.how)
 
 
 class ModelInGraph:
@@ -84,15 +95,13 @@ class ModelInGraph:
             raise was_changed(None)
 
     def value_and_grad(
-        self,
-        params: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        loss_scale: LossScale[Tensor],
-        batch: Any,
-        numbers: Tensor,
+        self, state: TrainState[Tensor], batch: Any, numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums."""
-        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(params).items()}
+        """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums.
+
+        Writes the module buffers of the state.
+        """
+        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(state.params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
         are_sums: list[bool] = []
 
@@ -108,7 +117,7 @@ class ModelInGraph:
             return loss, row
 
         with self._ranks.drawing(), self._unchanged(tensors):
-            loss, row = self._ranks.each(forward)(tensors, buffers, batch, numbers, loss_scale.scale)
+            loss, row = self._ranks.each(forward)(tensors, state.buffers, batch, numbers, state.loss_scale.scale)
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
         with torch.fx.traceback.annotate(BACKWARD):
@@ -129,8 +138,9 @@ class ModelInGraph:
         """The parameters by name, cut from gathered flat buffers."""
         tensors: dict[str, Tensor] = {}
         for flat in self._flats:
-            with labelled("gather", flat.key):
-                param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks).wait()
+            label = Label("gather", flat.key)
+            with labelled(label):
+                param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks, label=label).wait()
             layout = flat.layout
             parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
@@ -154,7 +164,7 @@ class ModelInGraph:
         for name, buffer_ in buffers.items():
             now = given[
                 f"model.{name}"
-            ]  # functional_call returns here the tensor that the model assigned to the buffer
+            ]  # here functional_call returns the tensor that the model assigned to the buffer
             if now is not buffer_:
                 if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
                     raise wrong_kind(name, buffer_, now)
@@ -165,7 +175,7 @@ class ModelInGraph:
     def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
         """In an eager run, the body reads `tensors` through the module's own parameters."""
         own = {id(param): param for param in self._module.parameters()}
-        names = {id(param): name for param, name in self._own.items()}
+        names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
         leave = enter(own, names, tensors.__getitem__)
         try:
             yield

@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.common.flops import flops_of_call, is_counted
+from fzero.comms.records import Label
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -115,14 +116,16 @@ def is_write(node: Node, roots: Mapping[Node, Node]) -> bool:
     return is_mutation(node) and roots[node].op in ("placeholder", "get_attr")
 
 
-def label_of(node: Node) -> str:
-    """The label that a captured step gave the node (`fzero.graph.traffic`); "" for none."""
-    return str((node.meta.get("custom") or {}).get("sent", ""))
+def label_of(node: Node) -> Label | None:
+    """The label that the step gave the node (`fzero.comms.collectives.labelled`)."""
+    label: Label | None = (node.meta.get("custom") or {}).get("sent")
+    return label
 
 
 def is_coding(node: Node, purpose: str) -> bool:
     """Whether the node is a repeatable part of a comm hook's encoding or decoding, for collectives of this purpose."""
-    if not label_of(node).startswith(purpose) or node.op != "call_function":
+    label = label_of(node)
+    if label is None or label.purpose != purpose or node.op != "call_function":
         return False
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.target is operator.getitem

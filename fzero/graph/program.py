@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, Self, TypeVar
 
 import optree
@@ -17,14 +18,14 @@ from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked
 from fzero.config.config import ConfigError
+from fzero.config.optimizers import TorchOptimizer
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
-from fzero.graph.step_inputs import Rules
 from fzero.runtime.batches import without_memory
 from fzero.runtime.finish import Collected
 from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.update import TracedHyperparams
+from fzero.runtime.update import Hyper
 from fzero.state import TrainState
 
 T = TypeVar("T")
@@ -37,13 +38,13 @@ class GraphProgram:
 
     Attributes:
         compiled: the graph, captured in the first call for each shape of batch.
-        hyperparams: the tensors from which the graph reads what changes about its update.
+        hyper: the tensors from which the graph reads the numbers of its update.
         until: what the graph ends with.
         stacked: the ranks, where one graph runs all of them; tensors then have a leading dimension of ranks.
     """
 
     compiled: CompiledStep
-    hyperparams: TracedHyperparams
+    hyper: Hyper
     until: Literal["gradients", "update"]
     stacked: Stacked | None = None
 
@@ -64,18 +65,19 @@ class GraphProgram:
             )
         if until is None:
             until = "gradients" if any(map(run.offload.is_away, run.plan.flat_buffers)) else "update"
-        hyperparams = run.updater.hyperparams(run.device)
-        transforms = run.updater.transforms_by(hyperparams) if until == "update" else {}
-        rules = Rules(run.rules, transforms, run.updater.places, hyperparams.salts)
+        if until == "update":
+            _check_optimizers(run, stacked)
+        updater, hyper = run.updater.traced(run.device)
+        transform_of = partial(updater.transform_of, hyper=hyper, tile=None)
         axis = run.ranks
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
         compiled = CompiledStep(
-            run.recipe.model, run.plan, axis, run.device, rules,
+            run.recipe.model, run.plan, axis, run.device, run.rules, transform_of,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=run.checkpointing.names, stacked=stacked,
         )  # fmt: skip
-        return cls(compiled, hyperparams, until, stacked)
+        return cls(compiled, hyper, until, stacked)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same program, whose collectives are also reported to `observe`."""
@@ -89,7 +91,7 @@ class GraphProgram:
     def _with_update(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """Writes the hyper-parameters where the graph reads them, and runs it."""
         hyper = run.updater.hyper(int(state.step.reshape(-1)[0]))
-        run.updater.write_hyperparams(self.hyperparams, hyper)
+        run.updater.write(self.hyper, hyper)
         checksum = run.learned.hyper.checksum(run.updater, state, hyper)
         (outcome, is_sum), buffers, rng, hook_states = self._run(self.compiled, run, state, micro_batches, checksum)
         return Collected(state, outcome.loss_stats, is_sum, buffers, rng, hook_states, hyper, outcome=outcome)
@@ -107,7 +109,7 @@ class GraphProgram:
         }
         checksum = run.learned.hyper.checksum(run.updater, state)
         (stats_AW4, is_sum), buffers, rng, hook_states = self._run(
-            self.compiled.collect, run, state._replace(grads=grads), micro_batches, checksum
+            self.compiled.collect, run, state._replace(grads=grads, master={}, optimizer={}), micro_batches, checksum
         )
         for key, home in state.grads.items():
             grad = grads.pop(key)
@@ -127,11 +129,12 @@ class GraphProgram:
         run.learned.num_passes += 1
         batches = [run.batches.cast(batch) for batch in micro_batches]
         buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))  # the graph writes them
+        given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
             shape = (2,) if self.stacked is None else (self.stacked.size, 2)
             numbers = torch.full(shape, float(run.learned.num_passes), dtype=torch.float64, device=run.device)
             numbers[..., 1].fill_(checksum)  # fills do not wait for the device
-            result = graph(state, buffers, hook_states, batches, numbers)
+            result = graph(given, batches, numbers)
         return result, buffers, rng, hook_states
 
     @contextmanager
@@ -152,3 +155,20 @@ class GraphProgram:
         with FakeTensorMode(allow_non_fake_inputs=True):
             batches = [run.batches.cast(without_memory(x, run.device)) for x in micro_batches]
             return self.compiled.trace(run.builder.zeros(run.form.specs), batches)
+
+
+def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:
+    """Raises ConfigError for an optimizer whose update a graph cannot hold."""
+    for buffer in run.plan.flat_buffers:
+        optimizer = run.updater.optimizers[buffer.group]
+        name = getattr(optimizer, "type", optimizer)
+        if buffer.trainable and isinstance(optimizer, TorchOptimizer):
+            raise ConfigError(
+                f"optimizer.type: must be one of fzero's own (AdamW, Adam, SGD, Adagrad, Lion, Lamb, Adafactor, Muon) where the "
+                f"full step is one graph, got {name!r}, which reads numbers of its state; pass compile='block'"
+            )
+        if buffer.trainable and stacked is not None and not optimizer.is_elementwise(buffer.rule):
+            raise ConfigError(
+                f"optimizer.type: must be elementwise where the ranks are a dimension of tensors, got {name!r}, which sends; "
+                f"pass by='lockstep'"
+            )

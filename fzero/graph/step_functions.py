@@ -13,37 +13,42 @@ ranks, A micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import optree
 import torch
-import torch.fx.traceback
 from torch import Tensor, nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.collectives import labelled
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
+from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
 from fzero.graph.model_in_graph import ModelInGraph
-from fzero.graph.step_inputs import HookStates, Rules
-from fzero.graph.traffic import labelled
 from fzero.optim.loss_scale import LossScale
-from fzero.optim.precision import cast_leaves, stochastic, to_nearest, update_in_graph
-from fzero.optim.transforms import skip_if
+from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.finish import Outcome, finish, norm_parts
+from fzero.runtime.finish import Outcome, StepRules, finish, norm_parts
 from fzero.runtime.loss import LossFn, agreed_buffers
-from fzero.verbs import start_join, start_reduce_scatter_grads, start_sum_replicas
+from fzero.state import TrainState
+from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
 from sharding.views import torch_dtype
+
+State = TrainState[Tensor]
 
 
 class StepFunctions:
     """The functions of a step for one model, plan and rank; with `stacked`, for all ranks at once.
 
-    They write into the tensors that they are given. Arguments as for `CompiledStep` and `ModelInGraph`.
+    They write into the tensors of the state that they are given. A batch is one micro-batch. `numbers` (2,) are a checksum and
+    the number of this pass. Rows are (loss, weight or -1, numbers).
+
+    Args:
+        transform_of: the transform of a flat buffer from element `start` on, given the mesh, `start`, `skip`, `factor` and `out`.
     """
 
     def __init__(
@@ -52,7 +57,8 @@ class StepFunctions:
         plan: Plan,
         axis: ProcessAxis | AbstractAxis,
         device: torch.device,
-        rules: Rules,
+        rules: StepRules,
+        transform_of: Callable[..., Transform],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -64,169 +70,104 @@ class StepFunctions:
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._is_cast = {key: cast_leaves(transform) for key, transform in rules.transforms.items()}
+        self._transform_of = transform_of
         how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast}
-        self.model = ModelInGraph(model, plan, device, rules.end.loss, self._graph, self._ranks, **how)
+        self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
 
     @property
     def num_ranks(self) -> int:
         num_ranks: int = self._graph.world.size
         return num_ranks
 
-    def full_step(
-        self,
-        params: dict[str, Tensor],
-        master: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        optimizer: dict[str, Any],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        loss_scale: LossScale[Tensor],
-        batch: Any,
-        numbers: Tensor,
-    ) -> tuple[Outcome, bool]:
-        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
+    def full_step(self, state: State, batch: Any, numbers: Tensor) -> tuple[Outcome, bool]:
+        """A step of one micro-batch: its outcome, and whether losses are sums."""
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
 
-        def finish(
-            params: dict[str, Tensor],
-            master: dict[str, Tensor],
-            grads: dict[str, Tensor],
-            optimizer: dict[str, Any],
-            buffers: dict[str, Tensor],
-            hook_states: HookStates,
-            loss_scale: LossScale[Tensor],
-            row: Tensor,
-            gradients: dict[str, Tensor],
-        ) -> Outcome:
-            rows, reduced = self._stack_rows(row)[None], self._reduced(gradients, grads, hook_states, is_sum=is_sum)
-            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
+        def finish(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Outcome:
+            return self._updated(state, self._stack_rows(row)[None], self._reduced(gradients, state, is_sum), is_sum)
 
-        finished = self._ranks.each(finish)
-        return finished(params, master, grads, optimizer, buffers, hook_states, loss_scale, row, gradients), is_sum
+        return self._ranks.each(finish)(state, row, gradients), is_sum
 
-    def gradients(
-        self,
-        params: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        loss_scale: LossScale[Tensor],
-        batch: Any,
-        numbers: Tensor,
-    ) -> tuple[Tensor, bool]:
+    def gradients(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
         """The step without the update; returns the rows of all ranks (W, 4), and whether losses are sums."""
-        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
         rows = self._stack_rows(row)
-        self._reduced(gradients, grads, hook_states, is_sum=is_sum)
-        self._agree(buffers)
+        self._reduced(gradients, state, is_sum)
+        self._agree(state.buffers)
         return rows, is_sum
 
-    def sums(self, grads: dict[str, Tensor], hook_states: HookStates, buffers: dict[str, Tensor]) -> None:
-        """The sums over ranks that remain after the last micro-step, in a step without the update."""
-        self._summed_up(grads, hook_states)
-        self._agree(buffers)
-
-    def micro_step(
-        self,
-        params: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        loss_scale: LossScale[Tensor],
-        batch: Any,
-        numbers: Tensor,
-    ) -> tuple[Tensor, bool]:
+    def micro_step(self, state: State, batch: Any, numbers: Tensor) -> tuple[Tensor, bool]:
         """Adds the gradients of one micro-batch to `grads`; reduces first those that a rank does not collect in full."""
-        row, gradients, is_sum = self.model.value_and_grad(params, buffers, loss_scale, batch, numbers)
+        row, gradients, is_sum = self.model.value_and_grad(state, batch, numbers)
 
-        def add(grads: dict[str, Tensor], hook_states: HookStates, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
+        def add(state: State, row: Tensor, gradients: dict[str, Tensor]) -> Tensor:
             scale = self._grad_scale(is_sum)
             for flat, grad in self._flattened(gradients):
-                kept = grads[flat.key]
+                kept = state.grads[flat.key]
                 if flat.flow.collects == "full":
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
                 else:
-                    kept.add_(self._reduce(_scaled(grad, scale, flat), flat, hook_states))
+                    kept.add_(self._reduce(_scaled(grad, scale, flat), flat, state))
             return self._stack_rows(row)
 
-        return self._ranks.each(add)(grads, hook_states, row, gradients), is_sum
+        return self._ranks.each(add)(state, row, gradients), is_sum
 
-    def update(
-        self,
-        params: dict[str, Tensor],
-        master: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        optimizer: dict[str, Any],
-        buffers: dict[str, Tensor],
-        hook_states: HookStates,
-        loss_scale: LossScale[Tensor],
-        rows: Tensor,
-        is_sum: bool,
-    ) -> Outcome:
-        """The metrics and the update, after the last micro-step; `rows` are those of all micro-steps (A, W, 4)."""
+    def sums(self, state: State) -> None:
+        """The sums over ranks that remain after the last micro-step, in a step without the update."""
+        self._summed_up(state)
+        self._agree(state.buffers)
 
-        def finish(grads: dict[str, Tensor], hook_states: HookStates, *state: Any) -> Outcome:
-            params, master, optimizer, buffers, loss_scale, rows = state
-            reduced = self._summed_up(grads, hook_states)
-            return self._updated(params, master, grads, optimizer, buffers, loss_scale, rows, reduced, is_sum=is_sum)
+    def update(self, state: State, rows_A: Tensor, is_sum: bool) -> Outcome:
+        """The end of a step after its last micro-step; `rows_A` are those of all micro-steps (A, W, 4)."""
 
-        return self._ranks.each(finish)(grads, hook_states, params, master, optimizer, buffers, loss_scale, rows)
+        def finish(state: State, rows_A: Tensor) -> Outcome:
+            return self._updated(state, rows_A, self._summed_up(state), is_sum)
+
+        return self._ranks.each(finish)(state, rows_A)
 
     # --- parts of these, on one rank -----------------------------------------------------------------------------------
 
-    def _reduced(
-        self, gradients: dict[str, Tensor], grads: dict[str, Tensor], hook_states: HookStates, *, is_sum: bool
-    ) -> dict[str, Tensor]:
+    def _reduced(self, gradients: dict[str, Tensor], state: State, is_sum: bool) -> dict[str, Tensor]:
         """The sums over ranks of the only micro-step's gradients; also written to `grads`."""
         reduced = {}
         for flat, grad_P in self._flattened(gradients):
-            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat), flat, hook_states)
-            grad = self._sum_late(grad, flat, hook_states) if flat.flow.sums_late else grad
-            reduced[flat.key] = self._keep(grads, flat, grad)
+            grad = self._reduce(_scaled(grad_P, self._grad_scale(is_sum), flat), flat, state)
+            grad = self._sum_late(grad, flat, state) if flat.flow.sums_late else grad
+            reduced[flat.key] = self._keep(state, flat, grad)
         return reduced
 
-    def _summed_up(self, grads: dict[str, Tensor], hook_states: HookStates) -> dict[str, Tensor]:
+    def _summed_up(self, state: State) -> dict[str, Tensor]:
         """The sums over ranks of the gradients that micro-steps collected in `grads`; also written there."""
         reduced = {}
         for flat in self._trained:
-            grad = grads[flat.key]
+            grad = state.grads[flat.key]
             if not flat.flow.reduces(is_last=False):
-                grad = self._keep(grads, flat, self._reduce(grad, flat, hook_states))
+                grad = self._keep(state, flat, self._reduce(grad, flat, state))
             elif flat.flow.sums_late:
-                grad = self._keep(grads, flat, self._sum_late(grad, flat, hook_states))
+                grad = self._keep(state, flat, self._sum_late(grad, flat, state))
+            else:
+                grad = grad.clone()  # the update may write into its gradient
             reduced[flat.key] = grad
         return reduced
 
-    def _updated(
-        self,
-        params: dict[str, Tensor],
-        master: dict[str, Tensor],
-        grads: dict[str, Tensor],
-        optimizer: dict[str, Any],
-        buffers: dict[str, Tensor],
-        loss_scale: LossScale[Tensor],
-        rows_A: Tensor,
-        reduced: dict[str, Tensor],
-        *,
-        is_sum: bool,
-    ) -> Outcome:
-        """The metrics and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
-        outcome, skip, factor = finish(self._rules.end, rows_A, self._norm_parts(reduced), loss_scale, is_sum=is_sum)
+    def _updated(self, state: State, rows_A: Tensor, reduced: dict[str, Tensor], is_sum: bool) -> Outcome:
+        """The outcome and the update, from the sums over ranks `reduced` and the rows (A, W, 4)."""
+        parts = self._norm_parts(reduced)
+        outcome, skip, factor = finish(self._rules, rows_A, parts, state.loss_scale, is_sum=is_sum)
         assert skip is not None
         for flat in self._trained:
-            self._update_flat(flat, params, master, reduced[flat.key], optimizer, skip, factor)
-        self._agree(buffers)
+            self._update_flat(flat, state, reduced[flat.key], skip, factor)
+        self._agree(state.buffers)
         return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
 
     def _stack_rows(self, row: Tensor) -> Tensor:
         """The rows of all ranks, in rank order (W, 4)."""
-        with labelled("loss_stats"):
-            return collectives.stack(row, self._graph.world)
+        return collectives.stack(row, self._graph.world, label=Label("loss_stats"))
 
     def _grad_scale(self, is_sum: bool) -> float:
         """The factor on a micro-step's gradients."""
-        return 1 / (self._rules.end.loss.predivide * (1 if is_sum else self._num_micro_steps))
+        return 1 / (self._rules.loss.predivide * (1 if is_sum else self._num_micro_steps))
 
     def _flattened(self, grads: dict[str, Tensor]) -> Iterator[tuple[FlatParamPlan, Tensor]]:
         """The flat gradients (P)."""
@@ -234,25 +175,24 @@ class StepFunctions:
             grads_N = [grads[name].reshape(-1) for name in flat.layout.names]
             yield flat, torch.cat([*grads_N, grads_N[0].new_zeros(flat.layout.partition.padding)])
 
-    def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
+    def _reduce(self, grad_P: Tensor, flat: FlatParamPlan, state: State) -> Tensor:
         """The sum over ranks: (P) in stage 0, else this rank's shard (S). If it `sums_late`, over the shard axes only."""
-        grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), hook_states.get(flat.key, {})
-        with labelled("reduce", flat.key):
-            sending = start_reduce_scatter_grads(
-                grad_P, flat, self._graph, self._comm_hooks, states=states, is_last=not flat.flow.sums_late
-            )
-            return _end(sending, states)
+        grad_P, states = grad_P.to(torch_dtype(flat.flow.send_dtype)), state.hook_states.get(flat.key, {})
+        label, is_last = Label("reduce", flat.key), not flat.flow.sums_late
+        how: dict[str, Any] = {"states": states, "label": label, "is_last": is_last}
+        with labelled(label):
+            return _end(start_reduce_scatter_grads(grad_P, flat, self._graph, self._comm_hooks, **how), states)
 
-    def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, hook_states: HookStates) -> Tensor:
+    def _sum_late(self, grad_S: Tensor, flat: FlatParamPlan, state: State) -> Tensor:
         """The sum over the replicate axes of the shards that micro-steps have added up."""
-        states = hook_states.get(flat.key, {})
-        with labelled("reduce", flat.key):
-            grad_S = grad_S.to(torch_dtype(flat.flow.send_dtype))
-            return _end(start_sum_replicas(grad_S, self._graph, self._comm_hooks, states=states), states)
+        states = state.hook_states.get(flat.key, {})
+        grad_S, label = grad_S.to(torch_dtype(flat.flow.send_dtype)), Label("reduce", flat.key)
+        with labelled(label):
+            return _end(start_sum_replicas(grad_S, self._graph, self._comm_hooks, states=states, label=label), states)
 
-    def _keep(self, grads: dict[str, Tensor], flat: FlatParamPlan, reduced: Tensor) -> Tensor:
-        """Writes a reduced gradient to `grads`; returns it in the dtype in which it is kept."""
-        reduced, kept = reduced.to(torch_dtype(flat.flow.keep_dtype)), grads[flat.key]
+    def _keep(self, state: State, flat: FlatParamPlan, reduced: Tensor) -> Tensor:
+        """Writes a reduced gradient to `state.grads`; returns it in the dtype in which it is kept."""
+        reduced, kept = reduced.to(torch_dtype(flat.flow.keep_dtype)), state.grads[flat.key]
         if flat.flow.reduced_numel == flat.flow.grad_numel:
             kept.copy_(reduced)
         else:
@@ -260,38 +200,26 @@ class StepFunctions:
         return reduced
 
     def _update_flat(
-        self,
-        flat: FlatParamPlan,
-        params: dict[str, Tensor],
-        master: dict[str, Tensor],
-        reduced: Tensor,
-        optimizer: dict[str, Any],
-        skip: Tensor,
-        factor: Tensor | None,
+        self, flat: FlatParamPlan, state: State, grad: Tensor, skip: Tensor, factor: Tensor | None
     ) -> None:
-        param, rules, flow = params[flat.key], self._rules, flat.flow
-        updated = self._ranks.own(param, flat.shard_numel).clone() if flow.joins_over else param
-        start = 0
-        if rules.places is not None:
-            start = rules.places[flat.key] + (self._ranks.place(flat.shard_numel) if flow.updates == "shard" else 0)
+        param = state.params[flat.key]
+        updated = self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
 
-        def update(
-            skip: Tensor, grad: Tensor, kept: Tensor, state: Any, factor: Tensor | None, out: Tensor | None, start: int
-        ) -> None:
-            rounding = to_nearest if rules.places is None else stochastic(rules.salts, start)
-            transform = skip_if(skip, rules.transforms[flat.key])
-            update_in_graph(
-                transform, self._is_cast[flat.key], grad, kept, state, factor=factor, rounding=rounding, out=out
-            )
+        kept, out = (state.master[flat.key], updated) if flat.has_master else (updated, None)
+        start = self._ranks.place(flat.shard_numel) if flat.flow.updates == "shard" else 0
 
-        kept, out = (master[flat.key], updated) if flat.has_master else (updated, None)
-        self._ranks.in_turn(update, skip, reduced, kept, optimizer[flat.key], factor, out, start)
-        if flow.joins_over:
-            with labelled("all_gather_params", flat.key):
-                param.copy_(start_join(updated, flat, self._graph).wait())
+        def update(grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None) -> None:
+            skip, factor, out = numbers
+            transform = self._transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
+            optimizer_update(transform, kept, grad, optimizer, donate=True)
+
+        self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)
+        if flat.flow.joins_over:
+            label = Label("all_gather_params", flat.key)
+            param.copy_(start_join(updated, flat, self._graph, label=label).wait())
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
-        rules, graph = self._rules.end.loss, self._graph
+        rules, graph = self._rules.loss, self._graph
         cut = [flat for flat in self._trained if flat.shard_numel]
 
         def measured(shard: int) -> list[Tensor]:
@@ -299,8 +227,7 @@ class StepFunctions:
             return [rules.of_shard(reduced[flat.key][start : start + flat.shard_numel]) for flat, start in start_of]
 
         def stack(part: Tensor) -> Tensor:
-            with labelled("norm"):
-                return graph.stack(part)
+            return graph.stack(part, label=Label("norm"))
 
         shards = range(graph.num_shards) if self._stage == 0 else (0,)  # `reduced` holds all, or this rank's alone
         return norm_parts(rules, measured, shards, graph.num_shards, stack=stack, device=self._device)
@@ -312,8 +239,8 @@ class StepFunctions:
             if self._graph.world.size > 1 and tensor.numel():
                 by_dtype.setdefault(tensor.dtype, []).append(name)
         for names in by_dtype.values():
-            with labelled("buffers"):
-                rows = collectives.stack(torch.cat([buffers[name].reshape(-1) for name in names]), self._graph.world)
+            flat = torch.cat([buffers[name].reshape(-1) for name in names])
+            rows = collectives.stack(flat, self._graph.world, label=Label("buffers"))
             values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))

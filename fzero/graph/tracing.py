@@ -39,6 +39,8 @@ from fzero.graph.remat import marked
 from fzero.runtime.module_binding import attributes_kept
 from fzero.runtime.own_params import late
 
+_sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
+_is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 _FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
 
@@ -179,14 +181,14 @@ def _value(x: Tensor) -> Tensor:
     """The traced tensor behind a functional one, after all changes."""
     if not isinstance(x, FunctionalTensor):
         return x
-    torch._sync(x)
+    _sync(x)
     value: Tensor = torch._from_functional_tensor(x.elem)
     return value
 
 
 def _has_changed(x: FunctionalTensor) -> bool:
-    torch._sync(x)
-    return bool(torch._functionalize_has_data_mutation(x.elem))
+    _sync(x)
+    return bool(_is_written(x.elem))
 
 
 def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[list[Place], list[tuple[Place, Any]]]:
@@ -241,19 +243,19 @@ _LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 def _as_compiling() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` is true, and a traced tensor has no text."""
 
-    def has_no_text(self: Tensor, *_: Any, **__: Any) -> str:
+    def has_no_text(*_: Any, **__: Any) -> str:
         raise ImpureError(
             "it makes a text of a tensor's values, which a graph does not know, and would do so once only"
         )
 
     before, text = torch.compiler._is_compiling_flag, FunctionalTensor.__repr__
     torch.compiler._is_compiling_flag = True
-    FunctionalTensor.__repr__ = has_no_text  # type: ignore[assignment, method-assign]
+    FunctionalTensor.__repr__ = has_no_text  # type: ignore[method-assign,assignment]
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag = before
-        FunctionalTensor.__repr__ = text  # type: ignore[method-assign]
+        FunctionalTensor.__repr__ = text  # type: ignore[assignment, method-assign]
 
 
 @contextmanager

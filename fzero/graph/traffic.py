@@ -1,33 +1,25 @@
-"""`sent_in`: the collectives of a step's graph as records, under the labels that the captured step gave them.
+"""`sent_in`: the collectives of a step's graph as records, under the labels that the step gave them.
 
-A captured function labels its collectives with `labelled`: every node that is traced inside has the label in its `meta`, and
-keeps it when passes move or copy it. A collective that passes join from several keeps all labels, with the elements of
-each. It becomes one `CommRecord` per flat buffer, so that the records equal those of an eager step. An all-reduce that
-consists of two collectives (on gloo) becomes one record.
+A node keeps its label when passes move or copy it. A collective that passes join from several keeps all labels, with the
+elements of each. It becomes one `CommRecord` per flat buffer, so that the records equal those of an eager step. An all-reduce
+that consists of two collectives (on gloo) becomes one record.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
-from typing import get_args
+from dataclasses import replace
 
-import torch.fx.traceback
+import torch
 from torch.fx import Graph, Node
 
-from fzero.comms.records import CommRecord, Label, Phase, Purpose
+from fzero.comms.records import CommRecord, Phase, Purpose
 from fzero.graph.analysis import contents_of
 from fzero.graph.nodes import GATHERS, is_collective
 from fzero.graph.remat import is_again, is_backward
 from fzero.graph.timeline import Along, group_of, kind_of, sent_by
 
-_UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers")
-
-
-def labelled(purpose: Purpose, buffer: str = "") -> AbstractContextManager[None]:
-    """Labels the collectives in the body, in a function that is captured."""
-    context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": f"{purpose} {buffer}"})
-    return context
+_UPDATE: tuple[Purpose, ...] = ("all_gather_params", "norm", "buffers", "optimizer", "momentum")
 
 
 def sent_in(graph: Graph, axes: Mapping[str, Along]) -> list[CommRecord]:
@@ -61,16 +53,13 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
     contents = contents_of(node)
     total, is_joined = sum(content.numel for content in contents) or 1, len(contents) > 1
     records = []
-    for text, numel, (before, after) in contents:
-        purpose, _, buffer = text.partition(" ")
-        assert purpose in get_args(Purpose), text
-        label = Label(purpose, buffer, _phase_of(purpose, phase))  # type: ignore[arg-type]
-        sent = nbytes * numel // total
+    for label, numel, (before, after) in contents:
+        label, sent = replace(label, phase=_phase_of(label.purpose, phase)), nbytes * numel // total
         records.append(CommRecord(kind_of(node), name, label, sent // itemsize // after * before, sent, is_joined))
     return records
 
 
-def _phase_of(purpose: str, phase: Phase) -> Phase:
+def _phase_of(purpose: Purpose, phase: Phase) -> Phase:
     if purpose == "loss_stats":
         return "boundary"
     return "update" if purpose in _UPDATE else phase

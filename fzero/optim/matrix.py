@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fzero.optim.fragments import Grid, ShardContents, boxes_of, grids_of
-from fzero.optim.transforms import Leaf, Transform, check_betas, check_range, no_steps, step_spec
+from fzero.optim.transforms import Leaf, Transform, add_times, check_betas, check_range, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.layout import FlatLayout
 
@@ -262,7 +262,7 @@ def muon(
                 last, orthogonal = part.index, orthogonalise(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
             rows, columns = shape[0], numel // shape[0]
             ratio = max(1.0, rows / columns) if adjust_lr_fn == "original" else 0.04 * max(rows, columns)
-            part.of(param).add_(orthogonal[part.start : part.stop], alpha=-lr * math.sqrt(ratio))
+            add_times(part.of(param), orthogonal[part.start : part.stop], -lr * math.sqrt(ratio))
         return grad, param, MuonState(state.momentum)
 
     def specs(param: TensorSpec) -> MuonState[TensorSpec]:

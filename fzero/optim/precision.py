@@ -23,7 +23,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.optim.transforms import Transform, separate
+from fzero.optim.transforms import Transform, is_in_place, separate
 from sharding import TensorSpec
 from sharding.views import torch_dtype
 
@@ -149,7 +149,7 @@ def salts_of(seed: int, num: int) -> list[int]:
     return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
 
 
-def stochastic(seed: int | Tensor, place: int) -> Rounding:
+def stochastic(seed: int | Tensor, place: int | Tensor) -> Rounding:
     """Rounds fp32 to bf16 up or down, with probabilities given by the distances to the two neighbours.
 
     The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's index among all
@@ -161,7 +161,7 @@ def stochastic(seed: int | Tensor, place: int) -> Rounding:
         if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.numel():
             narrow.copy_(wide)
             return
-        places = torch.arange(place + start, place + start + wide.numel(), device=wide.device)
+        places = torch.arange(start, start + wide.numel(), device=wide.device) + place
         salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
         noise = _hash(places + salt) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
@@ -196,7 +196,7 @@ def mixed_precision(
         rounding: rounds wide numbers to narrow ones.
         factor: multiplies the gradient (0-d).
         out: the new parameter is also written here, in the dtype of `out`.
-        tile: the number of elements that are updated at a time; None is all.
+        tile: the number of elements that are updated at a time; None is all, as in a graph, where a compiler makes the tiles.
     """
     kept = torch_dtype(state_dtype)
     is_long, is_cast = long_leaves(transform), [_is_cast(spec) for spec in _probed(transform.specs)]
@@ -211,7 +211,7 @@ def mixed_precision(
         numel = param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
-        widen = _Widener(dtype, size)
+        widen = _Widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
         for start in starts:
             part = slice(start, start + size) if len(starts) > 1 else slice(None)
             wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
@@ -236,7 +236,7 @@ def mixed_precision(
         if factor is not None:
             for grad in grads:
                 grad.mul_(factor.to(kept))
-        return transform.update_each(grads, params, states)
+        return transform.update_each(grads, params, states)[1]
 
     def specs(param: TensorSpec) -> Any:
         leaves, treespec = optree.tree_flatten(transform.specs(replace(param, dtype=_wide(param.dtype))))
@@ -271,7 +271,7 @@ def _write(
 ) -> None:
     """Writes new values into the narrow tensors of a tile, which begins at `start`, unless they were updated in place."""
     for index, (narrow, new, cast) in enumerate(zip(narrows, news, is_cast, strict=True)):
-        if new.data_ptr() != narrow.data_ptr():
+        if not is_in_place(new, narrow):
             (rounding if cast else to_nearest)(new, narrow, start, index)
 
 
@@ -282,14 +282,6 @@ def long_leaves(transform: Transform) -> list[bool]:
     the same, and asks the specs, too.
     """
     return [spec.shape == _PROBE.shape for spec in _probed(transform.specs)]
-
-
-def cast_leaves(transform: Transform) -> list[bool]:
-    """Per tensor of the transform's state, whether it has the parameter's shape and dtype.
-
-    Such tensors are kept in the dtype of the state; others keep their own.
-    """
-    return [_is_cast(spec) for spec in _probed(transform.specs)]
 
 
 _PROBE = TensorSpec((1_000_003,), "float32")  # no other tensor of a state has this many elements
@@ -307,37 +299,6 @@ def _probed(specs: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
 
 def _is_cast(spec: TensorSpec) -> bool:
     return (spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype)
-
-
-def update_in_graph(
-    transform: Transform,
-    is_cast: Sequence[bool],
-    grad: Tensor,
-    param: Tensor,
-    state: Any,
-    *,
-    factor: Tensor | None,
-    rounding: Rounding = to_nearest,
-    out: Tensor | None = None,
-) -> None:
-    """The update of a `mixed_precision` transform without tiles, which a compiler makes. It does not change the gradient.
-
-    Args:
-        is_cast: the result of `cast_leaves`.
-    """
-    leaves, treespec = optree.tree_flatten(state)
-    dtype = _wide_dtype(param)
-    wide_grad = grad.to(dtype).clone() if factor is None else grad.to(dtype) * factor.to(dtype)
-    wide = [x.to(dtype) if cast else x for x, cast in zip(leaves, is_cast, strict=True)]
-    _, wide_param, wide_state = transform.update(wide_grad, param.to(dtype), treespec.unflatten(wide))
-    old, new = [param, *leaves], [wide_param, *optree.tree_leaves(wide_state)]
-    # A new value may be the old value of another tensor, which would be overwritten before it is read.
-    new = [y if y is x or all(y is not other for other in old) else y.clone() for x, y in zip(old, new, strict=True)]
-    for index, (narrow, value, cast) in enumerate(zip(old, new, [True, *is_cast], strict=True)):
-        if value is not narrow:
-            (rounding if cast else to_nearest)(value, narrow, 0, index)
-    if out is not None:
-        out.copy_(param)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

@@ -54,14 +54,14 @@ class Transform(NamedTuple):
         """Whether one call updates several buffers."""
         return self.fused is not None and self.fused[0] is self.update
 
-    def update_each(self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
-        """The states after the updates of several buffers, in one call if there is a kernel for that.
-
-        For transforms that write in place, as those of `fzero.optim.precision` do.
-        """
+    def update_each(
+        self, grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]
+    ) -> tuple[list[Tensor], list[Any]]:
+        """The parameters and states after the updates of several buffers, in one call if there is a kernel for that."""
         if self.fused is not None and self.is_fused:
-            return self.fused[1](grads, params, states)
-        return [self.update(*of)[2] for of in zip(grads, params, states, strict=True)]
+            return list(params), self.fused[1](grads, params, states)
+        updated = [self.update(*of) for of in zip(grads, params, states, strict=True)]
+        return [param for _, param, _ in updated], [state for _, _, state in updated]
 
 
 def is_traced() -> bool:
@@ -117,20 +117,27 @@ def chain(*transforms: Transform) -> Transform:
     return Transform(init, update, specs)
 
 
+_is_alias_of: Callable[[Tensor, Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
 def separate(news: Sequence[Tensor], olds: Sequence[Tensor]) -> list[Tensor]:
     """The new values. One that shares memory with another old value is copied, because the old one may be written first."""
-    owners = {x.untyped_storage().data_ptr() for x in olds}
     return [
-        new if new.data_ptr() == old.data_ptr() or new.untyped_storage().data_ptr() not in owners else new.clone()
+        new if is_in_place(new, old) or not any(new is x or _is_alias_of(new, x) for x in olds) else new.clone()
         for new, old in zip(news, olds, strict=True)
     ]
+
+
+def is_in_place(new: Tensor, old: Tensor) -> bool:
+    """Whether a new value has been written into the old tensor. A trace has no addresses to compare."""
+    return new is old or (_is_alias_of(new, old) and new.storage_offset() == old.storage_offset())
 
 
 Rate = float | Tensor
 """A number, or a 0-d tensor that holds it."""
 
 
-def _add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
+def add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
     """Adds `factor * y` to `x`, in place. It rounds once if the factor is a number, twice (product, sum) if it is a tensor."""
     return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
 
@@ -211,7 +218,7 @@ def sgd(
             kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
             state.momentum.mul_(momentum).add_(grad if kept is None else grad.mul_(kept))
             direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
-        _add_times(param, direction, -lr)
+        add_times(param, direction, -lr)
         return grad, param, SGDState(state.step.add_(1), state.momentum)
 
     def specs(param: TensorSpec) -> SGDState[TensorSpec]:
@@ -380,8 +387,8 @@ def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: flo
         # The mix of gradient and momentum, whose sign is the direction, overwrites the gradient. The new momentum
         # b1·m + (1 - b1)·g follows from the mix, because g = (mix - b0·m) / (1 - b0). So no other memory is needed.
         mix, weight = _lerp(grad, state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
-        _add_times(state.exp_avg.mul_(betas[1] - betas[0] * weight), mix, weight)
-        _add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
+        add_times(state.exp_avg.mul_(betas[1] - betas[0] * weight), mix, weight)
+        add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
         return grad, param, LionState(state.step.add_(1), state.exp_avg)
 
     def specs(param: TensorSpec) -> LionState[TensorSpec]:
@@ -433,5 +440,7 @@ def step_spec(param: TensorSpec) -> TensorSpec:
 def check_range(name: str, **values: Rate) -> None:
     """Raises unless all are numbers of at least 0."""
     for field, value in values.items():
+        if isinstance(value, Tensor) and is_traced():  # a graph does not know it
+            continue
         if not isinstance(value, int | float | Tensor) or not value >= 0:
             raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; pass a number that is not negative")

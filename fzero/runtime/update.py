@@ -2,8 +2,8 @@
 
 The transform of a flat buffer is that of its parameter group, with the learning rate and momentum of this update and the
 buffer's dtypes (`fzero.optim.precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
-off the device are streamed through their update (`fzero.runtime.offload`). A captured step has the update in its graph, and
-reads the hyper-parameters from `TracedHyperparams`.
+off the device are streamed through their update (`fzero.runtime.offload`). A captured step has the same update in its graph, with
+the numbers in tensors.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms.mesh import RankMesh
+from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
-from fzero.config.config import ConfigError
-from fzero.config.optimizers import Optimizer, TorchOptimizer
+from fzero.config.optimizers import Optimizer
 from fzero.optim.fragments import ShardContents
 from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
@@ -34,30 +33,24 @@ from fzero.runtime.offload import Offload
 from fzero.runtime.offload_leaves import Update
 from fzero.state import TrainState
 from fzero.storage.shard_io import BufferPool, updated_part
-from fzero.verbs import start_join
+from fzero.verbs import optimizer_update, start_join
 from sharding.views import torch_dtype
 
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
 
 
-class TracedHyperparams(NamedTuple):
-    """The hyper-parameters of a captured step that change between updates: tensors, to be written before each."""
-
-    lr: list[Tensor]
-    """The learning rate of each parameter group."""
-    beta: Tensor | None
-    salts: Tensor
-
-
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank computes by itself. They must be the same on all ranks."""
+    """The numbers of one update that every rank computes by itself. They must be the same on all ranks.
 
-    num_updates: int
-    """The number of updates before this one."""
-    rates: tuple[float, ...]
+    A graph reads them from tensors (`Updater.traced`), so that a change causes no new capture.
+    """
+
+    num_updates: Any
+    """The number of updates before this one; in a graph its `salts_of`."""
+    rates: tuple[Any, ...]
     """The learning rate of each parameter group."""
-    momentum: float | None
+    momentum: Any
     """The first beta, where a schedule changes it."""
     optimizers: tuple[str, ...]
     """The optimizer of each parameter group, if those of the step have been replaced."""
@@ -162,7 +155,7 @@ class Updater:
         for alike in self._alike(here):
             transform = alike[0].transform_at(0, alike[0].grad.numel())
             grads, masters, states = zip(*((x.grad, x.master, x.state) for x in alike), strict=True)
-            news = transform.update_each(grads, masters, states)
+            _, news = optimizer_update(transform, masters, grads, states, donate=True)
             optimizer |= {x.buffer.key: new for x, new in zip(alike, news, strict=True)}
             pending += _start_joins(alike, params)
         state = state._replace(optimizer=optimizer)
@@ -199,11 +192,12 @@ class Updater:
 
         Its third argument: where the new parameters are written, default `out[start:stop]`.
         """
+        own = self.shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
 
         def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
             if part is None and isinstance(out, Tensor):
                 part = out[start:stop]
-            return self.transform_of(buffer, hyper, start=start, skip=skip, factor=factor, out=part)
+            return self.transform_of(buffer, hyper, start=own + start, skip=skip, factor=factor, out=part)
 
         return at
 
@@ -211,26 +205,32 @@ class Updater:
         self,
         buffer: FlatParamPlan,
         hyper: Hyper | None = None,
+        mesh: AxisMesh[Any] | None = None,
         *,
-        start: int = 0,
+        start: int | Tensor = 0,
         skip: Tensor | None = None,
         **how: Any,
     ) -> Transform:
-        """The transform of this rank's part of a flat buffer from element `start` on.
+        """The transform of this rank's part of a flat buffer.
 
-        `hyper` holds the numbers of an update, None takes those of the first; `how` is passed to `mixed_precision`.
+        Args:
+            hyper: the numbers of an update; None takes those of the first one.
+            mesh: the axes for the collectives of a transform that is not elementwise; None is the updater's.
+            start: the index in the flat buffer of the first element that is updated.
+            skip: whether the update is skipped.
+            how: as for `mixed_precision`.
         """
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
-        is_cut = buffer.flow.updates == "shard"
         if not optimizer.is_elementwise(buffer.rule):
             contents = ShardContents.whole(buffer.layout)
-            if is_cut:
-                contents = ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
+            if buffer.flow.updates == "shard":
+                stack, join = partial(_stack, mesh or self._ranks), partial(_join, mesh or self._ranks)
+                contents = ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
             transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
-        elif self._made.get(rule, (None,))[0] == (lr, momentum):
+        elif _are_same(self._made.get(rule, ((None, None),))[0], (lr, momentum)):
             transform = self._made[rule][1]
         else:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
@@ -238,8 +238,7 @@ class Updater:
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
-            own = self.shard * buffer.shard_numel if is_cut else 0
-            how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + own + start)
+            how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
     @property
@@ -247,54 +246,49 @@ class Updater:
         assert self.mesh is not None, "a step on an AbstractAxis updates nothing"
         return self.mesh
 
-    def _stack(self, partial: Tensor) -> Tensor:
-        return self._ranks.stack(partial[0], label=Label("optimizer", phase="update"))
-
-    def _join(self, shard_S: Tensor) -> Tensor:
-        return self._ranks.all_gather(shard_S, self._ranks.axes, label=Label("momentum", phase="update"))
-
     # --- in a graph ----------------------------------------------------------------------------------------------
 
-    def hyperparams(self, device: torch.device) -> TracedHyperparams:
-        """The tensors from which a graph of this step reads its hyper-parameters, not yet written."""
+    def traced(self, device: torch.device) -> tuple[Self, Hyper]:
+        """The updater of a graph, and the numbers of an update as tensors, not yet written, from which the graph reads them."""
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
-        return TracedHyperparams(
-            [torch.zeros((), dtype=dtype, device=device) for _ in self.rates],
-            torch.full((), 0.9, dtype=dtype, device=device) if self.momentum else None,
+        hyper = Hyper(
             torch.zeros(NUM_SALTS, dtype=torch.int64, device=device),
+            tuple(torch.zeros((), dtype=dtype, device=device) for _ in self.rates),
+            torch.full((), 0.9, dtype=dtype, device=device) if self.momentum else None,
+            (),
         )
-
-    def write_hyperparams(self, hyperparams: TracedHyperparams, hyper: Hyper) -> None:
-        """Writes the hyper-parameters that the graph reads."""
-        for lr, rate in zip(hyperparams.lr, hyper.rates, strict=True):
-            lr.fill_(rate)
-        if hyperparams.beta is not None and hyper.momentum is not None:
-            hyperparams.beta.fill_(hyper.momentum)
-        if self.places is not None:
-            hyperparams.salts.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
-
-    def transforms_by(self, hyperparams: TracedHyperparams) -> dict[str, Transform]:
-        """The transforms of all trained flat buffers, in a graph that reads `hyperparams`.
-
-        Raises:
-            ConfigError: an optimizer cannot be captured.
-        """
-        transforms = {}
+        twin = replace(self, _made={})
         for buffer in self.plan.flat_buffers:
-            optimizer = self.optimizers[buffer.group]
-            if buffer.trainable and (
-                isinstance(optimizer, TorchOptimizer) or not optimizer.is_elementwise(buffer.rule)
-            ):
-                raise ConfigError(
-                    f"optimizer.type: must be elementwise and of fzero's own (AdamW, Adam, SGD, Adagrad, Lion) where the "
-                    f"full step is one graph, got {getattr(optimizer, 'type', optimizer)!r}; pass compile='block'"
-                )
-            if buffer.trainable:
-                transforms[buffer.key] = optimizer.transform(
-                    lr=hyperparams.lr[buffer.group], momentum=hyperparams.beta, kind=buffer.rule
-                )
-        return transforms
+            if buffer.trainable and self.optimizers[buffer.group].is_elementwise(buffer.rule):
+                twin.transform_of(
+                    buffer, hyper
+                )  # made here, for a trace does not know the numbers that a transform may check
+        return twin, hyper
+
+    def write(self, traced: Hyper, hyper: Hyper) -> None:
+        """Writes the numbers of an update where the graph reads them."""
+        for lr, rate in zip(traced.rates, hyper.rates, strict=True):
+            lr.fill_(rate)
+        if hyper.momentum is not None:
+            traced.momentum.fill_(hyper.momentum)
+        if self.places is not None:
+            traced.num_updates.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
+
+
+def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
+    """Whether two pairs hold the same tensors, or equal numbers."""
+    return all(
+        x is y or (not isinstance(x, Tensor) and not isinstance(y, Tensor) and x == y) for x, y in zip(made, now)
+    )
+
+
+def _stack(mesh: AxisMesh[Any], partial_1K: Tensor) -> Tensor:
+    return mesh.stack(partial_1K[0], label=Label("optimizer", phase="update"))
+
+
+def _join(mesh: AxisMesh[Any], shard_S: Tensor) -> Tensor:
+    return mesh.all_gather(shard_S, mesh.axes, label=Label("momentum", phase="update"))
 
 
 def _start_joins(updates: Sequence[Update], params: Mapping[str, Tensor]) -> list[Pending]:

@@ -250,7 +250,7 @@ def _several_differ(make: Make, example: list[Updates]) -> str | None:
     for to_go in range(last, 0, -1):  # all end together, so some begin after others
         now = [index for index, of in enumerate(example) if of.num_updates >= to_go]
         grads = [example[index].grads[-to_go] for index in now]
-        news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
+        _, news = transform.update_each(grads, [params[index] for index in now], [states[index] for index in now])
         if len(news) != len(now):
             return f"one call for {len(now)} buffers gives {len(news)} states"
         for index, new in zip(now, news, strict=True):

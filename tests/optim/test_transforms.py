@@ -303,7 +303,7 @@ def test_several_buffers_in_one_call_are_updated_like_each_by_itself(name: str, 
         for index in range(3):
             grads = [make_grads(param.numel())[index].clone() for param in params]
             if is_one_call:
-                states = transform.update_each(grads, params, states)
+                _, states = transform.update_each(grads, params, states)
             else:
                 states = [transform.update(*of)[2] for of in zip(grads, params, states, strict=True)]
         both.append((params, states))
