@@ -258,8 +258,8 @@ class VmapRanks(LockstepRanks):
         assert step.program is not None
         self._stacked.random = RandomByRank(state.rng["cpu"])
         with _functions() as found, torch.no_grad(), _quietly():
-            buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-            step.program.compiled.functions.model.forward(state.params, buffers, step.runtime.batches.cast(batch))
+            own = state._replace(buffers={name: tensor.clone() for name, tensor in state.buffers.items()})
+            step.program.compiled.functions.model.loss(own, step.runtime.batches.cast(batch))
         if found:
             raise VmapError(
                 f"{found[0]} is a torch.autograd.Function, whose backward a capture under torch.vmap ignores; pass compile=None"

@@ -132,8 +132,8 @@ def make_train_step(
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
             place; if optimizer state lives in other memory, the graph ends before the update, and parameters must be on the
             device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
-            eagerly. None compiles nothing. Rank 0 logs how long a capture took; another batch shape is captured again.
-            `evaluate` is not compiled with `"step"`.
+            eagerly. None compiles nothing. Rank 0 logs how long a capture took; another batch shape is captured again. With
+            `"step"` the forward of `evaluate` is a graph, too.
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         check_params: when to compare the values of parameters before and after a forward: in the `"first"` forward of each kind
             (training, evaluation), or `"always"`. A forward must not change parameters. The comparison finds changes through
@@ -362,7 +362,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return parts.evaluate(self.runtime, state, batch)
+        return parts.evaluate(self.runtime, state, batch, self.program)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is

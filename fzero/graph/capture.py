@@ -173,6 +173,11 @@ class CompiledStep:
         self._run("sums", state)
         return rows, is_sum
 
+    def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of one batch on this rank, and its weight if it is a sum; writes the module buffers. *Collective.*"""
+        result: tuple[Tensor, Tensor | None] = self._run("evaluate", state, batch)
+        return result
+
     def _accumulate(self, state: State, micro_batches: Sequence[Any], numbers: Tensor) -> tuple[Tensor, bool]:
         """Adds up the gradients of micro-steps; returns the rows of all ranks in each (A, W, 4), and whether losses are sums."""
         for grads in state.grads.values():

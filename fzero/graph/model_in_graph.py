@@ -1,8 +1,7 @@
 """`ModelInGraph`: the loss of a model and its gradients, from flat buffers, as functions that a graph holds.
 
 1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by one split.
-2. The gradient is a traced `torch.autograd.grad`. It runs the backward of an `autograd.Function`; inside a transform of
-   `torch.func`, Dynamo silently ignores it.
+2. The gradient is a traced `torch.autograd.grad`, which runs the backward of an `autograd.Function`.
 
 Shape letters: P padded elements of a flat buffer.
 """
@@ -77,18 +76,19 @@ class ModelInGraph:
         self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
-    def forward(self, params: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> None:
-        """The forward alone, as it runs in a step; writes the `buffers`."""
-
-        def on_one_rank(tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any) -> Tensor:
-            return self._forward(tensors, buffers, batch)[0]
-
-        with self._ranks.drawing(), self._unchanged(self._ranks.each(self._cut)(params)) as tensors:
-            self._ranks.each(on_one_rank)(tensors, buffers, batch)
+    def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
+        forward = self._ranks.each(self._forward)
+        with (
+            torch.no_grad(),
+            self._ranks.drawing(),
+            self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
+        ):
+            return forward(tensors, state.buffers, batch)
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Raises ParameterError if the body changes parameters, in a step that is not captured."""
+        """Raises ParameterError if the body changes parameters."""
         versions = {name: tensor._version for name, tensor in tensors.items()}
         yield tensors
         if any(tensor._version != versions[name] for name, tensor in tensors.items()):
@@ -173,7 +173,7 @@ class ModelInGraph:
 
     @contextmanager
     def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """In an eager run, the body reads `tensors` through the module's own parameters."""
+        """In the body, the module's own parameters are read as `tensors`."""
         own = {id(param): param for param in self._module.parameters()}
         names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
         leave = enter(own, names, tensors.__getitem__)

@@ -122,6 +122,13 @@ class GraphProgram:
         hyper = run.updater.hyper(int(state.step))
         return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer)
 
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """This rank's loss on a batch, and its weight if it is a sum, in the model's present mode. *Collective:* every rank."""
+        run.learned.num_passes += 1
+        buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+        given = TrainState(state.step, state.params, {}, {}, {}, buffers, state.loss_scale, {}, {})
+        return self.compiled.evaluate(given, run.batches.cast(batch))
+
     def _run(
         self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
     ) -> tuple[T, dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:

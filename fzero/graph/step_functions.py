@@ -113,6 +113,10 @@ class StepFunctions:
 
         return self._ranks.each(add)(state, row, gradients), is_sum
 
+    def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """The loss of one batch, and its weight if it is a sum; writes the module buffers."""
+        return self.model.loss(state, batch)
+
     def sums(self, state: State) -> None:
         """The sums over ranks that remain after the last micro-step, in a step without the update."""
         self._summed_up(state)

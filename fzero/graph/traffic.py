@@ -62,6 +62,8 @@ def _records(node: Node, axes: Mapping[str, Along], phase: Phase) -> list[CommRe
 def _phase_of(purpose: Purpose, phase: Phase) -> Phase:
     if purpose == "loss_stats":
         return "boundary"
+    if purpose == "gather" and phase == "update":  # an evaluation has no backward
+        return "forward"
     return "update" if purpose in _UPDATE else phase
 
 

@@ -280,8 +280,8 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 # --- without gradients -------------------------------------------------------------------------------------------
 
 
-def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
-    """See `TrainStep.evaluate`."""
+def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
+    """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
     run.check_state(state)
     meet("TrainStep.evaluate", run.mesh.world)
     model = run.recipe.model
@@ -293,7 +293,11 @@ def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
 
     try:
         with torch.no_grad(), random_state(state.rng, run.device):
-            loss, weight = _inspect(run, state, loss_of_batch, "evaluate")
+            if program is None:
+                loss, weight = _inspect(run, state, loss_of_batch, "evaluate")
+            else:
+                model.eval()
+                loss, weight = program.evaluate(run, state, batch)
     finally:
         for module, mode in modes:
             module.training = mode
