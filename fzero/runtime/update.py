@@ -13,19 +13,18 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsFloat, cast
 
 import torch
 from torch import Tensor
 
+import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer, TorchOptimizer
-from fzero.optim.fragments import ShardContents
-from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
@@ -36,6 +35,9 @@ from fzero.state import TrainState
 from fzero.storage.shard_io import BufferPool, updated_part
 from fzero.verbs import start_join
 from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.optim.lr_schedules import Schedule
 
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
@@ -101,7 +103,7 @@ class Updater:
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
         """The same updater with other learning rates, and other optimizers unless these are None."""
-        twin = replace(self, rates=list(map(constant, rates)), momentum=None)
+        twin = replace(self, rates=list(map(optim.lr_schedules.constant, rates)), momentum=None)
         if optimizers is None:
             return twin
         return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
@@ -225,9 +227,9 @@ class Updater:
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
         is_cut = buffer.flow.updates == "shard"
         if not optimizer.is_elementwise(buffer.rule):
-            contents = ShardContents.whole(buffer.layout)
+            contents = optim.ShardContents.whole(buffer.layout)
             if is_cut:
-                contents = ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
+                contents = optim.ShardContents(buffer.layout, (self.shard,), stack=self._stack, join=self._join)
             transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
         elif self._made.get(rule, (None,))[0] == (lr, momentum):

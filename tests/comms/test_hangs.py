@@ -29,9 +29,10 @@ import fzero
 from fzero.comms import failures
 from fzero.comms.failures import timeout_of, timeout_of_group
 from fzero.comms.process_group import group_of
+from fzero.comms.progress import HERE, Progress
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
-from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
+from fzero.comms.watchdog import Answer, Watchdog
 
 TIMEOUT = 25  # seconds for a collective, and for all ranks to import torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2

@@ -25,7 +25,7 @@ import fzero
 from fzero.comms import primitives
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.codecs import quantize
-from fzero.comms.comm_hooks import compressed, error_feedback
+from fzero.comms.compression import compressed, error_feedback
 from fzero.comms.lockstep import Hub
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
