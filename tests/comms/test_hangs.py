@@ -71,9 +71,12 @@ def run_rank(scenario: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[dict[str, Job]]:
+def jobs(request: pytest.FixtureRequest) -> Iterator[dict[str, Job]]:
+    """Those that the selected tests need."""
+    names = " ".join(item.name for item in request.session.items)
+    needed = [scenario for scenario, words in SCENARIOS.items() if words in names]
     with ExitStack() as stack:  # all at once, because they mostly wait
-        yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in SCENARIOS}
+        yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in needed}
 
 
 def output_of(job: Job, rank: int) -> tuple[str, str]:

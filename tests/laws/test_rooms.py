@@ -270,7 +270,7 @@ OTHERS_NEED = {
     *("fzero.common.pickles", "fzero.common.safe_files", "fzero.common.text_tables", "fzero.storage.stream"),
     *("fzero.simulation", "sharding.transfer"),
 }
-"""Modules that this step does not need: for hangs, for ranks without processes, for files, for other optimizers and comm hooks."""
+"""Modules that this step does not need: for hangs, ranks without processes, files, other optimizers, other comm hooks."""
 
 
 def test_a_door_opens_when_it_is_used() -> None:
