@@ -322,7 +322,7 @@ def test_a_capture_holds_the_collectives_of_stacked_ranks(runner: str) -> None:
         on_stacked_ranks(3, runner, transform)
 
 
-@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake", "aot_eager"])
+@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake"])
 def test_a_capture_holds_the_collectives_of_real_ranks(ranks: RankPool, runner: str) -> None:
     on_processes(ranks, 2, [(runner, transform) for transform in SOME])
 
