@@ -34,7 +34,8 @@ from rich.table import Table
 
 import fzero
 from fzero.common import print_report
-from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.file_store import FileStore
+from fzero.storage.file_tensor import FileSpec
 from fzero.storage.host_memory import Pool
 from fzero.storage.movers import FileMover
 from fzero.storage.stream import Mover, Streamed, SubGroup, init_streamed, update_streamed

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from fzero.simulation import simulate as simulate
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
-    from fzero.storage.file_store import StoreError as StoreError
+    from fzero.storage.file_tensor import StoreError as StoreError
     from fzero.verbs import (
         gather as gather,
         optimizer_update as optimizer_update,
@@ -66,7 +66,7 @@ else:
             "simulation": "simulate",
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",
-            "storage.file_store": "StoreError",
+            "storage.file_tensor": "StoreError",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
             "": "checkpoint comms common config deepspeed engine estimation graph integrations launch optim "
             "plans profiling resharding runtime simulation state step storage testing tuning verbs",

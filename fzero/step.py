@@ -25,7 +25,6 @@ from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
-from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
@@ -51,6 +50,7 @@ if TYPE_CHECKING:
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
+    from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
 
 T = TypeVar("T")

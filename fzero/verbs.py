@@ -28,18 +28,17 @@ Shape letters: P padded elements = W·S, S elements of a shard, W ranks; on a me
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.comms import primitives
+import fzero.comms as comms
 from fzero.comms.collectives import GATHER, OTHER, REDUCE
 from fzero.comms.comm_hooks import Sending, State
 from fzero.comms.mesh import AxisMesh
 from fzero.comms.pending import Pending
-from fzero.comms.primitives import Axis
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
 from fzero.plans.comm_hooks import CommHooks
@@ -47,6 +46,9 @@ from fzero.plans.dataflow import along
 from fzero.plans.flat_params import FlatParamPlan
 from sharding import DEVICE, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
+
+if TYPE_CHECKING:
+    from fzero.comms.primitives import Axis
 
 
 def specs_of(tree: Any, spec: Spec | None = None, *, multiple_of: int = 1) -> Any:
@@ -107,7 +109,7 @@ def gather(tree: Any, specs: Any, axis: Axis) -> Any:
     """
 
     def one(x: Tensor, partition: Partition) -> Tensor:
-        return primitives.all_gather(x, axis)[: partition.numel]
+        return comms.all_gather(x, axis)[: partition.numel]
 
     return _map(tree, specs, axis, full=False, sharded=one, replicated=lambda x, _: x)
 
@@ -133,10 +135,10 @@ def reduce_scatter_grads(tree: Any, specs: Any, axis: Axis) -> Any:
     """
 
     def sharded(x: Tensor, partition: Partition) -> Tensor:
-        return primitives.reduce_scatter(pad(x.reshape(-1), partition), axis) * (1 / axis.size)
+        return comms.reduce_scatter(pad(x.reshape(-1), partition), axis) * (1 / axis.size)
 
     def replicated(x: Tensor, partition: Partition) -> Tensor:
-        return primitives.all_gather(sharded(x, partition), axis)[: partition.numel].reshape(x.shape)
+        return comms.all_gather(sharded(x, partition), axis)[: partition.numel].reshape(x.shape)
 
     return _map(tree, specs, axis, full=True, sharded=sharded, replicated=replicated)
 

@@ -6,6 +6,8 @@ does not load torch. The modules that cut tensors (`sharding.views`), simulate c
 generate test inputs (`sharding.testing`) are imported by name.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from sharding.boxes import Box, boxes
 from sharding.buckets import plan_buckets
 from sharding.dtypes import itemsize
@@ -22,7 +24,9 @@ from sharding.specs import (
     Spec,
     TensorSpec,
 )
-from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
+
+if TYPE_CHECKING:
+    from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
 
 __all__ = [
     "DEVICE",
@@ -50,3 +54,12 @@ __all__ = [
     "plan_transfer",
     "round_robin",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The names of `sharding.transfer`, which is imported at their first use: only a change of the layout needs it."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from sharding import transfer
+
+    return getattr(transfer, name)

@@ -14,7 +14,7 @@ from fzero.comms.axes import Bound
 from fzero.comms.records import Label
 from fzero.simulation import LockstepRanks
 from fzero.step import TrainStep
-from fzero.storage.file_store import StoreError
+from fzero.storage.file_tensor import StoreError
 
 T = TypeVar("T")
 

@@ -44,7 +44,7 @@ from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks, stacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import StateFiles as Scratch
+from fzero.storage.state_files import StateFiles as Scratch
 
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import Fragment  # imports PyTorch modules that take a second

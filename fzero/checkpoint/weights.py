@@ -36,7 +36,7 @@ from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import StateFiles as Scratch
+from fzero.storage.state_files import StateFiles as Scratch
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:

@@ -1,11 +1,12 @@
-"""Readers of pickles that run no code, for PyTorch's files and for values that ranks exchange. No other module reads pickles.
+"""Readers of PyTorch's files, which are pickles. They run no code.
 
-A pickle may name any function and call it. Each of the three readers accepts a fixed set of names:
+No other module reads pickles, besides `fzero.common.plain_values`.
+
+A pickle may name any function and call it. Each of the two readers accepts a fixed set of names:
 
 - `load_tensors` reads a file of torch.save by PyTorch's restricted loader. An error names the class that the file needs.
 - `read_metadata` reads the `.metadata` of torch.distributed.checkpoint. Its classes become records without behaviour, from
   which a new metadata is built, with a check of each field.
-- `unpack` reads the value of another rank: numbers, strings, bytes and containers of these. It looks up no name.
 """
 
 from __future__ import annotations
@@ -15,21 +16,14 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any
 from zipfile import is_zipfile
 
 import torch
 
+from fzero.common.plain_values import UnsafePickleError
 from fzero.common.safe_files import check_inside
 from sharding.views import torch_dtype
-
-
-class UnsafePickleError(ValueError):
-    """A pickle needs a class or function that it must not name; the message names it."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__(f"needs the class {name!r} to be read, which might run code")
-
 
 # --- files of torch.save -----------------------------------------------------------------------------------------
 
@@ -209,38 +203,3 @@ def _count(value: Any) -> int:
 def _size(value: Any) -> torch.Size:
     (numbers,) = _is(value, _Size).args or ((),)
     return torch.Size(map(_count, _is(numbers, tuple)))
-
-
-# --- values that ranks exchange ----------------------------------------------------------------------------------
-
-
-class _Packer(pickle.Pickler):
-    def reducer_override(self, obj: Any) -> NoReturn:
-        raise TypeError(
-            f"exchange: values must be numbers, strings, bytes and containers of these, got {type(obj).__name__}; send plain ones"
-        )
-
-
-class _Unpacker(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> NoReturn:
-        raise UnsafePickleError(f"{module}.{name}")
-
-
-def pack(value: Any) -> bytes:
-    """The bytes of a value made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these.
-
-    >>> unpack(pack({"names": ("a", "b"), "rate": 0.5}))
-    {'names': ('a', 'b'), 'rate': 0.5}
-    """
-    packed = io.BytesIO()
-    _Packer(packed).dump(value)
-    return packed.getvalue()
-
-
-def unpack(content: bytes) -> Any:
-    """The value that was given to `pack`.
-
-    Raises:
-        UnsafePickleError: the bytes name a class or a function.
-    """
-    return _Unpacker(io.BytesIO(content)).load()

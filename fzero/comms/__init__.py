@@ -15,13 +15,10 @@ if TYPE_CHECKING:
         ProcessAxis as ProcessAxis,
     )
     from fzero.comms.codecs import Codec as Codec, cast as cast, quantize as quantize
-    from fzero.comms.comm_hooks import (
-        CommHook as CommHook,
-        Sending as Sending,
-        completed as completed,
+    from fzero.comms.comm_hooks import CommHook as CommHook, Sending as Sending, completed as completed, exact as exact
+    from fzero.comms.compression import (
         compressed as compressed,
         error_feedback as error_feedback,
-        exact as exact,
         reset_every as reset_every,
     )
     from fzero.comms.primitives import (
@@ -41,7 +38,8 @@ else:
         {
             "axes": "AbstractAxis CollectiveError ProcessAxis",
             "codecs": "Codec cast quantize",
-            "comm_hooks": "CommHook Sending completed compressed error_feedback exact reset_every",
+            "comm_hooks": "CommHook Sending completed exact",
+            "compression": "compressed error_feedback reset_every",
             "primitives": "Primitive all_gather all_reduce all_to_all reduce_scatter",
             "process_group": "join shutdown",
             "records": "CommRecord Label",

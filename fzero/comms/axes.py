@@ -12,14 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import torch.distributed as dist
 import torch.distributed.nn  # noqa: F401 - imported later, its functions' defaults would keep that time's group and connections
 
-from fzero.comms.lockstep import Hub
 from fzero.comms.records import CommRecord
 from sharding import Mesh
+
+if TYPE_CHECKING:
+    from fzero.comms.lockstep import Hub
 
 DATA = "data"
 """The name of the axis that the state is sharded over."""

@@ -26,12 +26,12 @@ import torch.fx.traceback
 from einops import rearrange
 from torch import Tensor
 
-from fzero.common.pickles import pack, unpack
+from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import Bound, CollectiveError, LockstepAxis, ProcessAxis
 from fzero.comms.failures import failed
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
+from fzero.comms.progress import HERE
 from fzero.comms.records import CommRecord, Label
-from fzero.comms.watchdog import HERE
 
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")
 """The labels of collectives that are called without one."""
@@ -372,7 +372,7 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
 
     Args:
         value: made of None, numbers, strings, bytes, and tuples, lists, dicts and sets of these. A received value cannot name a
-            class or a function (`fzero.common.pickles`).
+            class or a function (`fzero.common.plain_values`).
     """
     if axis.size == 1:
         return [value]

@@ -12,16 +12,19 @@ from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
 from threading import get_ident
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import Bound, CollectiveError, ProcessAxis
-from fzero.comms.meeting import LoneCallError, Meeting, Notified
+from fzero.comms.progress import HERE, LoneCallError
 from fzero.comms.records import Label
-from fzero.comms.watchdog import HERE, Watchdog
+
+if TYPE_CHECKING:
+    from fzero.comms.meeting import Meeting
+    from fzero.comms.watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)
 TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
@@ -96,6 +99,9 @@ def keep_watch() -> None:
     assert group is not None
     if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1].group() is group):
         return
+    from fzero.comms.meeting import Meeting, Notified
+    from fzero.comms.watchdog import Watchdog
+
     end_watch()
     HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before
     own: Any = dist.distributed_c10d._get_default_store()

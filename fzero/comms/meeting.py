@@ -20,17 +20,14 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from fzero.comms.watchdog import HERE, Store, ranks_of, where
+from fzero.comms.progress import HERE, LoneCallError
+from fzero.comms.watchdog import Store, ranks_of, where
 
 MOMENT = 1.0
 """The seconds that a rank waits before it asks the others."""
 MOST = 30.0
 """The longest time between two questions, in seconds."""
 BARRIER = "torch.distributed.barrier"
-
-
-class LoneCallError(RuntimeError):
-    """Some ranks made a call that every rank must make, and the other ranks will not make it; the message names these."""
 
 
 class Meeting:

@@ -17,7 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,9 +29,11 @@ from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
-from fzero.comms.stacked import Stacked, StackedAxis
-from fzero.comms.traced import TracedAxis
 from sharding import Mesh, Sharded, Spec
+
+if TYPE_CHECKING:
+    from fzero.comms.stacked import Stacked, StackedAxis
+    from fzero.comms.traced import TracedAxis
 
 T = TypeVar("T")
 States = Mapping[str, State]
@@ -261,6 +263,8 @@ class OneRank:
 
 def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> AxisMesh[TracedAxis]:
     """The mesh of one rank in a graph. *Collective* on several axes of processes, like `RankMesh.of`."""
+    from fzero.comms.traced import TracedAxis
+
     all_ranks, *several = _axes(world, plan)
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
     as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)  # their groups are equal: one name
@@ -269,6 +273,8 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
 
 def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
+    from fzero.comms.stacked import StackedAxis
+
     axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
     return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 

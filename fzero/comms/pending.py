@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import current_thread, get_ident
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -21,9 +22,11 @@ from torch import Tensor
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
 from fzero.comms.failures import failed
-from fzero.comms.lockstep import Hub
+from fzero.comms.progress import HERE
 from fzero.comms.records import Label
-from fzero.comms.watchdog import HERE
+
+if TYPE_CHECKING:
+    from fzero.comms.lockstep import Hub
 
 SENDER = "fzero-send"
 """The first part of the names of threads that start sends in place of the caller."""

@@ -23,9 +23,10 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import (
     WATCH,
@@ -56,32 +57,6 @@ class Store(Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
     def check(self, keys: list[str]) -> bool: ...
     def delete_key(self, key: str) -> bool: ...
-
-
-@dataclass(slots=True)
-class Progress:
-    """The collectives of this process so far."""
-
-    num_steps: int = 0
-    number: int = 0
-    """Collectives started in this step."""
-    label: Label | None = None
-    """The label of the last one."""
-    waits: dict[int, Label | str] = field(default_factory=dict)
-    """The collective or call that each thread waits for."""
-    waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Seconds that the host has waited for collectives since the process began, by their purpose."""
-    call: str | None = None
-    """The meeting in which this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
-
-    def next_step(self) -> None:
-        self.num_steps, self.number = self.num_steps + 1, 0
-
-    def start(self, label: Label) -> None:
-        self.number, self.label = self.number + 1, label
-
-
-HERE = Progress()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import (
     BaseModel,
@@ -21,7 +21,6 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from fzero.config.conflicts import conflicts
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import (
@@ -32,10 +31,12 @@ from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
-from fzero.config.unused_keys import SAYS_NOT_YET, Note, split_keys, unknown_key
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.precision import Precision
+
+if TYPE_CHECKING:
+    from fzero.config.unused_keys import Note
 
 
 class ConfigWarning(UserWarning):
@@ -227,6 +228,8 @@ class Config(Block):
     @property
     def conflicts(self) -> tuple[Note, ...]:
         """The given keys that have no effect beside the others, or contradict them, each with the reason."""
+        from fzero.config.conflicts import conflicts
+
         return conflicts(self, self._notes)
 
     def warn_of_hooks(self) -> None:
@@ -256,6 +259,8 @@ class Config(Block):
         """
         if isinstance(source, Config):
             return source
+        from fzero.config.unused_keys import SAYS_NOT_YET, split_keys
+
         if isinstance(source, str | Path):
             source = read(source)
         if not isinstance(source, Mapping):
@@ -335,4 +340,6 @@ def _explain(detail: ErrorDetails) -> str:
     key = location[-1]
     if key in block.model_fields:
         return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
+    from fzero.config.unused_keys import unknown_key
+
     return unknown_key(field, tuple(block.model_fields))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from fzero.config.elastic_sizes import ElasticBatch, elastic_batch, elastic_batch_of_nodes
 from fzero.config.fields import Block, Count, Number
+
+if TYPE_CHECKING:
+    from fzero.config.elastic_sizes import ElasticBatch
 
 
 def _one(value: int) -> int:
@@ -63,6 +65,8 @@ class Elasticity(Block):
         Raises:
             ValueError: no batch fits, or none for this number of ranks.
         """
+        from fzero.config.elastic_sizes import elastic_batch, elastic_batch_of_nodes
+
         assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
         limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": self.max_train_batch_size}
         if self.version == 0.1:

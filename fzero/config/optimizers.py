@@ -18,11 +18,14 @@ from pydantic import (
 )
 from torch import Tensor
 
+import fzero.optim as optim
 from fzero.config.fields import Beta, Block, Count, Number, Rate, message_of
 from fzero.config.files import ConfigError
-from fzero.optim import matrix as matrix_transforms, torch_optim as torch_optimizers, transforms
-from fzero.optim.fragments import ShardContents
-from fzero.optim.transforms import Transform
+from fzero.optim.torch_classes import classes, find
+
+if TYPE_CHECKING:
+    from fzero.optim.fragments import ShardContents
+    from fzero.optim.transforms import Transform
 
 
 class AdamWParams(Block):
@@ -206,7 +209,7 @@ class AdamW(OptimizerBlock):
     params: AdamWParams = AdamWParams()
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return transforms.adamw(**values)
+        return optim.adamw(**values)
 
 
 class Adam(OptimizerBlock):
@@ -214,7 +217,7 @@ class Adam(OptimizerBlock):
     params: AdamParams = AdamParams()
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return (transforms.adamw if values.pop("adam_w_mode") else transforms.adam)(**values)
+        return (optim.adamw if values.pop("adam_w_mode") else optim.adam)(**values)
 
 
 class SGD(OptimizerBlock):
@@ -222,7 +225,7 @@ class SGD(OptimizerBlock):
     params: SGDParams = SGDParams()
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return transforms.sgd(**values)
+        return optim.sgd(**values)
 
 
 class Adagrad(OptimizerBlock):
@@ -230,7 +233,7 @@ class Adagrad(OptimizerBlock):
     params: AdagradParams = AdagradParams()
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return transforms.adagrad(**values)
+        return optim.adagrad(**values)
 
 
 class Lion(OptimizerBlock):
@@ -238,7 +241,7 @@ class Lion(OptimizerBlock):
     params: LionParams = LionParams()
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return transforms.lion(**values)
+        return optim.lion(**values)
 
 
 class Lamb(OptimizerBlock):
@@ -249,7 +252,7 @@ class Lamb(OptimizerBlock):
         return False
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return matrix_transforms.lamb(**values, contents=self._needed(contents))
+        return optim.lamb(**values, contents=self._needed(contents))
 
 
 class Adafactor(OptimizerBlock):
@@ -263,7 +266,7 @@ class Adafactor(OptimizerBlock):
         return "matrix" if len(shape) >= 2 else "vector"
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return matrix_transforms.adafactor(**values, contents=self._needed(contents))
+        return optim.adafactor(**values, contents=self._needed(contents))
 
 
 class Muon(OptimizerBlock):
@@ -283,9 +286,9 @@ class Muon(OptimizerBlock):
         own_lr, now = values[f"{kind}_lr"], values["lr"]
         lr = now if own_lr is None else own_lr * (now / self.params.lr if self.params.lr else 1.0)
         if kind == "adam":
-            return transforms.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
+            return optim.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
         given = {key: values[key] for key in ("momentum", "weight_decay", "ns_steps", "nesterov")}
-        return matrix_transforms.muon(lr, **given, contents=self._needed(contents))
+        return optim.muon(lr, **given, contents=self._needed(contents))
 
 
 # Pydantic reads docstrings of fields from the source, which a model made at run time does not have.
@@ -303,11 +306,11 @@ class TorchOptimizer(OptimizerBlock):
 
     @model_validator(mode="after")
     def _works_on_shards(self) -> Self:
-        torch_optimizers.torch_optimizer(self.type, **self.params.model_dump())
+        optim.torch_optimizer(self.type, **self.params.model_dump())
         return self
 
     def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return torch_optimizers.torch_transform(torch_optimizers.find(self.type), values)
+        return optim.torch_optim.torch_transform(find(self.type), values)
 
 
 OPTIMIZERS: dict[str, type[OptimizerBlock]] = {
@@ -332,7 +335,7 @@ def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
 
 
 TORCH_OPTIMIZERS: dict[str, type[TorchOptimizer]] = {
-    name: _torch_block(name, cls) for name, cls in torch_optimizers.classes().items() if name not in OPTIMIZERS
+    name: _torch_block(name, cls) for name, cls in classes().items() if name not in OPTIMIZERS
 }
 _BY_LOWER_NAME = {name.lower(): name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS)}
 
@@ -378,7 +381,7 @@ NOT_YET_OPTIMIZERS = ("onebitadam", "zerooneadam", "onebitlamb", "muadam", "muad
 def _works(name: str) -> bool:
     """Whether a class of torch.optim works on shards."""
     try:
-        torch_optimizers.torch_optimizer(name)
+        optim.torch_optimizer(name)
     except ValueError:
         return False
     return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     Discriminator,
@@ -12,9 +12,11 @@ from pydantic import (
     model_validator,
 )
 
+import fzero.optim as optim
 from fzero.config.fields import Beta, Block, Count, Elements, Rate
-from fzero.optim import lr_schedules
-from fzero.optim.lr_schedules import Schedule
+
+if TYPE_CHECKING:
+    from fzero.optim.lr_schedules import Schedule
 
 
 class WarmupLRParams(Block):
@@ -91,7 +93,7 @@ class WarmupLR(Scheduler):
 
     def rate(self, lr: float) -> Schedule:
         p = self.params
-        return lr_schedules.warmup_lr(
+        return optim.lr_schedules.warmup_lr(
             lr if p.warmup_max_lr is None else p.warmup_max_lr,
             min_lr=p.warmup_min_lr, warmup_num_steps=p.warmup_num_steps, warmup_type=p.warmup_type,
         )  # fmt: skip
@@ -103,7 +105,7 @@ class WarmupDecayLR(Scheduler):
 
     def rate(self, lr: float) -> Schedule:
         p = self.params
-        return lr_schedules.warmup_decay_lr(
+        return optim.lr_schedules.warmup_decay_lr(
             p.warmup_max_lr, total_num_steps=p.total_num_steps,
             min_lr=p.warmup_min_lr, warmup_num_steps=p.warmup_num_steps, warmup_type=p.warmup_type,
         )  # fmt: skip
@@ -114,7 +116,7 @@ class WarmupCosineLR(Scheduler):
     params: WarmupCosineLRParams
 
     def rate(self, lr: float) -> Schedule:
-        return lr_schedules.warmup_cosine_lr(lr, **self.params.model_dump(exclude={"last_batch_iteration"}))
+        return optim.lr_schedules.warmup_cosine_lr(lr, **self.params.model_dump(exclude={"last_batch_iteration"}))
 
 
 class LRRangeTest(Scheduler):
@@ -123,7 +125,7 @@ class LRRangeTest(Scheduler):
 
     def rate(self, lr: float) -> Schedule:
         p = self.params
-        return lr_schedules.lr_range_test(
+        return optim.lr_schedules.lr_range_test(
             p.lr_range_test_min_lr, step_size=p.lr_range_test_step_size,
             step_rate=p.lr_range_test_step_rate, staircase=p.lr_range_test_staircase,
         )  # fmt: skip
@@ -145,7 +147,7 @@ class OneCycle(Scheduler):
 
     def _cycle(self, low: float, high: float, decay_rate: float, *, inverse: bool = False) -> Schedule:
         p = self.params
-        return lr_schedules.one_cycle(
+        return optim.lr_schedules.one_cycle(
             low, high, first_step_size=p.cycle_first_step_size, second_step_size=p.cycle_second_step_size,
             first_stair_count=p.cycle_first_stair_count, second_stair_count=p.cycle_second_stair_count,
             decay_step_size=p.decay_step_size, decay_rate=decay_rate, inverse=inverse,
@@ -160,7 +162,7 @@ class TorchScheduler(Scheduler):
 
     @model_validator(mode="after")
     def _exists(self) -> Self:
-        known = [*SCHEDULERS, *lr_schedules.torch_classes()]
+        known = [*SCHEDULERS, *optim.lr_schedules.torch_classes()]
         if self.type not in known:
             nearest = difflib.get_close_matches(self.type, known, n=1, cutoff=0.0)[0]
             raise ValueError(
@@ -171,7 +173,7 @@ class TorchScheduler(Scheduler):
         return self
 
     def rate(self, lr: float) -> Schedule:
-        return lr_schedules.torch_schedule(self.type, lr, **self.params)
+        return optim.lr_schedules.torch_schedule(self.type, lr, **self.params)
 
 
 SCHEDULERS: dict[str, type[Scheduler]] = {

@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
+    from fzero.optim import (
+        elementwise as elementwise,
+        lr_schedules as lr_schedules,
+        matrix as matrix,
+        torch_optim as torch_optim,
+    )
     from fzero.optim.elementwise import check_elementwise as check_elementwise
     from fzero.optim.fragments import ShardContents as ShardContents
     from fzero.optim.loss_scale import LossScale as LossScale, LossScaling as LossScaling
@@ -35,6 +41,7 @@ else:
             "matrix": "adafactor lamb muon",
             "precision": "Precision mixed_precision",
             "torch_optim": "torch_optimizer",
+            "": "elementwise lr_schedules matrix torch_optim",
             "transforms": "Transform adagrad adam adamw chain lion scale sgd skip_if",
         },
     )

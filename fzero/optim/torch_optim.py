@@ -7,7 +7,6 @@ runs check a class: the update of each element must not depend on others, and th
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from dataclasses import replace
 from typing import Any, Generic, NamedTuple
@@ -18,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fzero.optim.elementwise import SHORT_TRIAL, TRIALS, check_trials, trial_tensors
+from fzero.optim.torch_classes import find
 from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
 from sharding import TensorSpec
 from sharding.views import dtype_name
@@ -38,15 +38,6 @@ class TorchState(NamedTuple, Generic[Leaf]):
     step: Leaf
     tensors: dict[str, Leaf]
     numbers: dict[str, Leaf]
-
-
-def classes() -> dict[str, type[Optimizer]]:
-    """The classes of `torch.optim`, by name."""
-    return {
-        name: member
-        for name, member in vars(torch.optim).items()
-        if isinstance(member, type) and issubclass(member, Optimizer) and member is not Optimizer
-    }
 
 
 def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Transform:
@@ -84,19 +75,6 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
     except ValueError as error:
         raise ValueError(f"{error}; use {own} in its place" if own else str(error)) from None
     return transform
-
-
-def find(name: str) -> type[Optimizer]:
-    """The class of `torch.optim` with that name.
-
-    Raises:
-        ValueError: there is no such class; the message names the nearest one.
-    """
-    by_lower_name = {known.lower(): cls for known, cls in classes().items()}
-    if name.lower() not in by_lower_name:
-        nearest = difflib.get_close_matches(name.lower(), by_lower_name, n=1, cutoff=0.0)[0]
-        raise ValueError(f"torch.optim has no {name!r}; did you mean {by_lower_name[nearest].__name__!r}?")
-    return by_lower_name[name.lower()]
 
 
 def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:

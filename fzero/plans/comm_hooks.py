@@ -14,9 +14,9 @@ from typing import Any
 import optree
 import torch
 
+import fzero.comms as comms
 from fzero.comms.axes import DATA
-from fzero.comms.codecs import quantize
-from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
+from fzero.comms.comm_hooks import CommHook, exact
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization
 from fzero.plans.mesh_axes import sum_order
@@ -79,16 +79,15 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
             f"gather_hook: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
             f"stage {zero.stage}; leave it out, or give a reduce_hook"
         )
-    of_8_bits = compressed(quantize(8, BLOCK))
     frozen = gather
-    if is_sharded and zero.zero_quantized_weights:
-        gather = of_8_bits
     if is_sharded and (zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights):
-        frozen = of_8_bits
+        frozen = comms.compressed(comms.quantize(8, BLOCK))
+    if is_sharded and zero.zero_quantized_weights:
+        gather = frozen
     if zero.zero_quantized_gradients:
-        reduce, loco = compressed(quantize(4, BLOCK)), zero.zeropp_loco_param
+        reduce, loco = comms.compressed(comms.quantize(4, BLOCK)), zero.zeropp_loco_param
         if loco is not None:
-            reduce = reset_every(error_feedback(reduce, decay=loco.err_beta), every=loco.reset_T)
+            reduce = comms.reset_every(comms.error_feedback(reduce, decay=loco.err_beta), every=loco.reset_T)
     return CommHooks(
         gather=_by_axis("gather_hook", gather, mesh, (DATA,)),
         frozen=_by_axis("gather_hook", frozen, mesh, (DATA,)),

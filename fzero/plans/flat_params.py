@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
-from fzero.optim.fragments import ShardContents
 from fzero.optim.precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import BufferDataflow
@@ -226,7 +226,8 @@ def optimizer_specs(
     elementwise: dict[tuple[int, str, str], Transform] = {}  # the same for all buffers of a group, rule and dtype
 
     def transform_of(buffer: FlatParamPlan) -> Transform:
-        made = optimizers[buffer.group].transform(contents=ShardContents(buffer.layout, ranks=(0,)), kind=buffer.rule)
+        contents = None if buffer.elementwise else optim.ShardContents(buffer.layout, ranks=(0,))
+        made = optimizers[buffer.group].transform(contents=contents, kind=buffer.rule)
         return mixed_precision(made, state_dtype=buffer.dtypes.optimizer)
 
     specs = {}

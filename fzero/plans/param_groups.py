@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import fzero.optim as optim
 from fzero.common.arguments import refuse, shown
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer, with_overrides
-from fzero.optim.elementwise import Trial, check_elementwise, trial_tensors
 from fzero.optim.transforms import Transform
 
 ParamGroup = Mapping[str, Any]
@@ -66,7 +66,7 @@ class UserTransform:
                 f"{self.field}: must make a Transform of a learning rate, got {made!r}; return one, see fzero.optim.transforms"
             )
         try:
-            check_elementwise(made, name=self.field)
+            optim.check_elementwise(made, name=self.field)
         except ValueError as error:
             raise ConfigError(str(error)) from error
 
@@ -76,7 +76,7 @@ class UserTransform:
     @property
     def outcome(self) -> str:
         """The result of three updates of fixed numbers as text, rounded to three digits. Ranks compare their transforms by it."""
-        param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=3))
+        param, grads = optim.elementwise.trial_tensors(torch.float32, optim.elementwise.Trial(numel=32, num_updates=3))
         transform = self.transform()
         state = transform.init(param)
         with torch.random.fork_rng(devices=[]):

@@ -23,9 +23,8 @@ from rich.console import Group
 from torch import nn
 
 from fzero.common.arguments import check_model, check_names
-from fzero.common.text_tables import as_text
 from fzero.config.config import Config, ConfigError
-from fzero.plans import report, traffic
+from fzero.plans import traffic
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
@@ -255,6 +254,8 @@ class Plan:
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""
+        from fzero.plans import report
+
         lines = [
             report.dtype_line(self.units, self.buffers),
             *report.memory_lines(self.bytes_per_rank, self.bytes_by_memory),
@@ -266,6 +267,8 @@ class Plan:
         return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
 
     def __str__(self) -> str:
+        from fzero.common.text_tables import as_text
+
         return as_text(self)
 
 

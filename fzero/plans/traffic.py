@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple, get_args
 
+import fzero.optim as optim
 from fzero.comms.comm_hooks import CommHook
-from fzero.optim.matrix import is_cut
 from fzero.plans.comm_hooks import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from sharding import Mesh
@@ -112,6 +112,6 @@ def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_b
     for half in (hooks.reduce, {}):
         yield _Sent("all_reduce of gradients", flow.reduced_numel, flow.sums_over, grad, hooks=half)
     yield _Sent("all_gather of updated parameters", flow.param_numel, flow.joins_over, param)
-    if flow.updates == "shard" and buffer.rule == "muon" and is_cut(buffer.layout):
+    if flow.updates == "shard" and buffer.rule == "muon" and optim.matrix.is_cut(buffer.layout):
         wide = "float64" if buffer.dtypes.master == "float64" else "float32"  # the dtype in which Muon computes
         yield _Sent("all_gather of momentum", numel, flow.scatters_over, wide)

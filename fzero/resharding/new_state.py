@@ -15,8 +15,9 @@ from fzero.resharding.tensors import Sources
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import StateFiles, in_memory, kept
+from fzero.storage.file_tensor import in_memory, kept
 from fzero.storage.shard_io import Leaf, updated_part
+from fzero.storage.state_files import StateFiles
 
 Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""

@@ -20,7 +20,7 @@ from fzero.runtime.offload import QUANTITIES
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import StateFiles
+from fzero.storage.state_files import StateFiles
 
 
 def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState[Any]:

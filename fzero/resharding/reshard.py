@@ -44,9 +44,9 @@ from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import StateFiles, handles_of
+from fzero.storage.file_tensor import StoreError, handles_of
 from fzero.storage.shard_io import Leaf
+from fzero.storage.state_files import StateFiles
 from sharding.views import torch_dtype
 
 AnyStep = TrainStep | LockstepRanks

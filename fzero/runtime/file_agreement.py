@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.records import Label
-from fzero.storage.file_store import StoreError
-from fzero.storage.file_tensor import StateFiles, handles_of
+from fzero.storage.file_tensor import StoreError, handles_of
+
+if TYPE_CHECKING:
+    from fzero.storage.state_files import StateFiles
 
 
 def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:

@@ -11,7 +11,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -28,10 +28,13 @@ from fzero.runtime.offload import QUANTITIES, Offload
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.file_tensor import StateFiles, in_memory
+from fzero.storage.file_tensor import in_memory
 from fzero.storage.shard_io import Leaf, updated_part
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.storage.state_files import StateFiles
 
 InitFn = Callable[[nn.Module], object]
 

@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 import torch
 from torch import Tensor
 
+import fzero.storage as storage
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
@@ -29,13 +30,14 @@ from fzero.runtime.file_agreement import agree
 from fzero.runtime.offload_leaves import Leaves, Parts, Update, leaves_of, long_tensors, to_host, with_long
 from fzero.state import TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
-from fzero.storage.file_store import FileSpec
-from fzero.storage.file_tensor import FilePlan, FileTensor, StateFiles, handles_of, renewed
-from fzero.storage.movers import ByName, DeviceMover, Resident
+from fzero.storage.file_tensor import FileSpec, FileTensor, handles_of, renewed
 from fzero.storage.shard_io import BufferPool, Leaf, ShardTransfer, own_shard
-from fzero.storage.stream import Mover, Streamed, SubGroup, cut, init_streamed, stream_update, update_streamed
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.storage.state_files import FilePlan, StateFiles
+    from fzero.storage.stream import Mover, Streamed, SubGroup
 
 Place = Literal["here", "host", "nvme"]
 """Memory as the device sees it: its own memory, host memory if that is different, or a file."""
@@ -107,7 +109,7 @@ class Offload:
         for key, leaves in self._leaves.items():
             is_cut = leaves.grad and key not in self._wholes and key not in still
             names = [name for name in leaves.names if name in self._files and is_cut]
-            for group in cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
+            for group in storage.stream.cut(names, leaves.numel, self.sub_group_numel)[:rest] if names else ():
                 for name in names:
                     files.prefetch(name, group.start, group.stop)
                 rest -= 1
@@ -157,7 +159,7 @@ class Offload:
             return None
         files, error = None, None
         try:
-            files = StateFiles(
+            files = storage.state_files.StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
                 extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.rank,
             )  # fmt: skip
@@ -228,7 +230,7 @@ class Offload:
         mover = self._mover([(buffer, found)])
         self._stream(
             files,
-            lambda: init_streamed(
+            lambda: storage.stream.init_streamed(
                 [streamed], lambda _, a, b: values_S[a:b], mover, sub_group_numel=self.sub_group_numel, **self._ahead
             ),
         )
@@ -238,7 +240,7 @@ class Offload:
     ) -> Streamed:
         leaves = self._leaves[buffer.key]
         out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
-        return Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
+        return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         """Raises unless each tensor of a state lives where its spec says, and its files are good.
@@ -368,7 +370,9 @@ class Offload:
         mover = self._mover(tensors)
         self._stream(
             files,
-            lambda: update_streamed(streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead),
+            lambda: storage.stream.update_streamed(
+                streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead
+            ),
         )
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
@@ -403,9 +407,9 @@ class Offload:
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
             tensors[0].copy_(x[group.start : group.stop])
 
-        groups = cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
+        groups = storage.stream.cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
         if files.cause is None:
-            self._stream(files, lambda: stream_update(copy, files.mover(name), groups, **self._ahead))
+            self._stream(files, lambda: storage.stream.stream_update(copy, files.mover(name), groups, **self._ahead))
         return files.handle(name)
 
     def _stream(self, files: StateFiles | None, run: Callable[[], None]) -> None:
@@ -450,8 +454,8 @@ class Offload:
                     mover_of[name] = x.files.mover(name)
                 else:
                     (there if self._is_at(place, leaves, name) else to[place])[name] = x
-        mover_of |= dict.fromkeys(there, Resident(there))
+        mover_of |= dict.fromkeys(there, storage.movers.Resident(there))
         for place, moved in to.items():
             if moved:
-                mover_of |= dict.fromkeys(moved, DeviceMover(moved, self._device_of(place)))
-        return ByName(mover_of)
+                mover_of |= dict.fromkeys(moved, storage.movers.DeviceMover(moved, self._device_of(place)))
+        return storage.movers.ByName(mover_of)

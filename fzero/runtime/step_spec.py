@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -24,8 +24,6 @@ from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
-from fzero.optim import lr_schedules
-from fzero.optim.lr_schedules import Schedule
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
@@ -36,6 +34,9 @@ from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
+
+if TYPE_CHECKING:
+    from fzero.optim.lr_schedules import Schedule
 
 
 class MismatchError(ValueError):
@@ -339,7 +340,7 @@ def _check_schedule(schedule: Schedule | None) -> None:
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
     """The learning rate of a parameter group: `schedule` scaled by `lr` / `base`, the group's lr over the configuration's."""
     if schedule is None:
-        return lr_schedules.constant(lr)
+        return lambda n: lr
     if lr == base:
         return schedule
     if base == 0:

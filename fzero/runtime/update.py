@@ -13,18 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
-from typing import Any, NamedTuple, Self, SupportsFloat, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, SupportsFloat, cast
 
 import torch
 from torch import Tensor
 
+import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.config.optimizers import Optimizer
-from fzero.optim.fragments import ShardContents
-from fzero.optim.lr_schedules import Schedule, constant
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
@@ -35,6 +34,9 @@ from fzero.state import TrainState
 from fzero.storage.shard_io import BufferPool, updated_part
 from fzero.verbs import optimizer_update, start_join
 from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.optim.lr_schedules import Schedule
 
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
@@ -94,7 +96,7 @@ class Updater:
 
     def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
         """The same updater with other learning rates, and other optimizers unless these are None."""
-        twin = replace(self, rates=list(map(constant, rates)), momentum=None)
+        twin = replace(self, rates=list(map(optim.lr_schedules.constant, rates)), momentum=None)
         if optimizers is None:
             return twin
         return replace(twin, optimizers=list(optimizers), _made={}, _changed=tuple(map(repr, optimizers)))
@@ -224,10 +226,10 @@ class Updater:
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
         if not optimizer.is_elementwise(buffer.rule):
-            contents = ShardContents.whole(buffer.layout)
+            contents = optim.ShardContents.whole(buffer.layout)
             if buffer.flow.updates == "shard":
                 stack, join = partial(_stack, mesh or self._ranks), partial(_join, mesh or self._ranks)
-                contents = ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
+                contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
             transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
         elif _are_same(self._made.get(rule, ((None, None),))[0], (lr, momentum)):

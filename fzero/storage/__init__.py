@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.storage.file_store import StoreError as StoreError
-    from fzero.storage.file_tensor import FileTensor as FileTensor
+    from fzero.storage import movers as movers, state_files as state_files, stream as stream
+    from fzero.storage.file_tensor import FileTensor as FileTensor, StoreError as StoreError
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
-            "file_store": "StoreError",
-            "file_tensor": "FileTensor",
+            "file_tensor": "FileTensor StoreError",
+            "": "movers state_files stream",
         },
     )

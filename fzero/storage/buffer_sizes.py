@@ -5,14 +5,20 @@ A step (`fzero.runtime.offload`) and a dry run (`fzero.estimation.dry_update`) b
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.storage.shard_io import MOST_LEAVING
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
+
+PAGE = mmap.PAGESIZE
+CHUNK = 1 << 16
+"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
+MOST_LEAVING = 2
+"""The most shards of gradients that are written to files at once while the backward goes on."""
 
 
 class StreamBuffers(NamedTuple):

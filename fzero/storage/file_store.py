@@ -37,41 +37,12 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.storage import ownership as claims
+from fzero.storage.buffer_sizes import PAGE
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
-from fzero.storage.host_memory import PAGE
+from fzero.storage.file_tensor import FileSpec, StoreError, bare
 from fzero.storage.ownership import folder_of
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
-
-
-class StoreError(RuntimeError):
-    """A file cannot be made, read or written; the message has the file, the position, the rule and the fix."""
-
-
-def bare(error: BaseException) -> StoreError:
-    """The message of an error as a new error to store: the error's traceback would keep the tensors of a step alive.
-
-    >>> bare(AssertionError())
-    StoreError('AssertionError()')
-    """
-    return StoreError(str(error) or repr(error))
-
-
-@dataclass(frozen=True, slots=True)
-class FileSpec:
-    """The number of elements in a file, and their dtype.
-
-    >>> FileSpec(1000, "bfloat16").nbytes
-    2000
-    """
-
-    numel: int
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the elements."""
-        return self.numel * itemsize(self.dtype)
 
 
 @dataclass(slots=True)

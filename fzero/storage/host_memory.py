@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PAGE = mmap.PAGESIZE
+from fzero.storage.buffer_sizes import CHUNK, PAGE
+
 LARGE_PAGE = 1 << 21
-CHUNK = 1 << 16
-"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
 
 
 class Pool:

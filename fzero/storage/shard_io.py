@@ -24,14 +24,11 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.plans.flat_params import FlatParamPlan
+from fzero.storage.buffer_sizes import CHUNK, MOST_LEAVING, PAGE
 from fzero.storage.file_tensor import FileTensor, kept, part_of
-from fzero.storage.host_memory import CHUNK, PAGE, paged
 
 Leaf = Tensor | FileTensor
 AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
-
-MOST_LEAVING = 2
-"""The most shards of gradients that are written to files at once while the backward goes on."""
 
 
 class BufferPool:
@@ -51,8 +48,11 @@ class BufferPool:
 
     def take_paged(self, numel: int, dtype: torch.dtype) -> Tensor:
         """An uninitialised buffer on the CPU for direct I/O."""
-        free = self._paged[numel, dtype]
-        return free.pop() if free else paged(numel, dtype)
+        if free := self._paged[numel, dtype]:
+            return free.pop()
+        from fzero.storage.host_memory import paged  # only a job with files needs it
+
+        return paged(numel, dtype)
 
     def give(self, flat: Tensor) -> None:
         """Takes a buffer back for reuse, unless a view of it is still alive."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import torch
 import torch.distributed as dist
 from training import Plain, config, make
@@ -107,14 +108,15 @@ def killed_job(folder: Path, trial: int, first: int, victim: int, calls_left: in
         process.join()
 
 
-def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_kills", [8, pytest.param(20, marks=pytest.mark.long)])
+def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, num_kills: int) -> None:
     """After a random time, or so many calls of the operating system, of which rank 0 makes about 22 in a save."""
     draw, saved = random.Random(0), tmp_path / "saved"
     save_here(saved, 1)
     (saved / ".job.json").unlink()  # this process goes on, and is no other job
     (tmp_path / "done").write_text("step-1")
     found, seen = 1, set()
-    for trial in range(20):
+    for trial in range(num_kills):
         victim = trial % WORLD_SIZE
         calls_left = None if trial % 4 >= 2 else draw.randrange(30 if victim == 0 else 8)
         killed_job(tmp_path, trial, found + 1, victim, calls_left, draw.uniform(0, 0.2))

@@ -20,7 +20,8 @@ import fzero
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.deepspeed.files import MODEL
 from fzero.checkpoint.safetensors import INDEX
-from fzero.common.pickles import UnsafePickleError, pack, read_metadata, unpack
+from fzero.common.pickles import read_metadata
+from fzero.common.plain_values import UnsafePickleError, pack, unpack
 from fzero.storage import ownership as claims
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}

@@ -17,7 +17,8 @@ import fzero
 from fzero.comms import CommRecord
 from fzero.comms.axes import LockstepAxis
 from fzero.comms.codecs import Codec, cast, quantize
-from fzero.comms.comm_hooks import CommHook, compressed, error_feedback, exact, reset_every
+from fzero.comms.comm_hooks import CommHook, exact
+from fzero.comms.compression import compressed, error_feedback, reset_every
 from fzero.comms.lockstep import Hub
 from fzero.comms.stacked import Stacked
 from sharding import Mesh

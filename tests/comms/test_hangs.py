@@ -29,9 +29,10 @@ import fzero
 from fzero.comms import failures
 from fzero.comms.failures import timeout_of, timeout_of_group
 from fzero.comms.process_group import group_of
+from fzero.comms.progress import HERE, Progress
 from fzero.comms.records import Label
 from fzero.comms.thread_dumps import identity_of, stat_of
-from fzero.comms.watchdog import HERE, Answer, Progress, Watchdog
+from fzero.comms.watchdog import Answer, Watchdog
 
 TIMEOUT = 25  # seconds for a collective, and for all ranks to import torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2
@@ -70,9 +71,12 @@ def run_rank(scenario: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def jobs() -> Iterator[dict[str, Job]]:
+def jobs(request: pytest.FixtureRequest) -> Iterator[dict[str, Job]]:
+    """Those that the selected tests need."""
+    names = " ".join(item.name for item in request.session.items)
+    needed = [scenario for scenario, words in SCENARIOS.items() if words in names]
     with ExitStack() as stack:  # all at once, because they mostly wait
-        yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in SCENARIOS}
+        yield {name: stack.enter_context(Job(2, name, 3, file=__file__)) for name in needed}
 
 
 def output_of(job: Job, rank: int) -> tuple[str, str]:

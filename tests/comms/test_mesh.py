@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fzero.comms.axes import LockstepAxis
 from fzero.comms.codecs import quantize
-from fzero.comms.comm_hooks import compressed, error_feedback, reset_every
+from fzero.comms.compression import compressed, error_feedback, reset_every
 from fzero.comms.lockstep import Hub
 from fzero.comms.mesh import AxisMesh, RankMesh, stacked_mesh
 from fzero.comms.records import CommRecord

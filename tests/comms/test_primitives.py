@@ -25,7 +25,7 @@ import fzero
 from fzero.comms import primitives
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.codecs import quantize
-from fzero.comms.comm_hooks import compressed, error_feedback
+from fzero.comms.compression import compressed, error_feedback
 from fzero.comms.lockstep import Hub
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
@@ -287,7 +287,7 @@ def on_processes(ranks: RankPool, world_size: int, cells: list[tuple[str, str]],
 # --- the matrix --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, 4])
 def test_every_transform_of_a_primitive_is_right_on_real_ranks(ranks: RankPool, world_size: int) -> None:
     on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS])
 
@@ -316,13 +316,13 @@ def test_every_transform_of_a_primitive_is_right_or_refused_on_stacked_ranks(wor
         on_stacked_ranks(world_size, "called", transform)
 
 
-@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake", "aot_eager"])
+@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake"])
 def test_a_capture_holds_the_collectives_of_stacked_ranks(runner: str) -> None:
     for transform in SOME:
         on_stacked_ranks(3, runner, transform)
 
 
-@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake", "aot_eager"])
+@pytest.mark.parametrize("runner", ["make_fx", "make_fx_fake"])
 def test_a_capture_holds_the_collectives_of_real_ranks(ranks: RankPool, runner: str) -> None:
     on_processes(ranks, 2, [(runner, transform) for transform in SOME])
 

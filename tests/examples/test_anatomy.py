@@ -41,7 +41,9 @@ def assert_equal(curves: Any) -> None:
         torch.testing.assert_close(curve, plain, rtol=1e-5, atol=0)  # as the page says
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+)
 def test_a_step_composed_by_hand_is_the_plain_one_on_real_and_on_stacked_ranks(
     ranks: RankPool, world_size: int
 ) -> None:

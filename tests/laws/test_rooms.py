@@ -59,7 +59,9 @@ INTEGERS_ONLY = {
 PACKAGES = ("sharding", "fzero")
 
 BELOW_THE_SURFACE = {
-    "benchmarks.nvme": {f"fzero.storage.{name}" for name in ("file_store", "host_memory", "movers", "stream")},
+    "benchmarks.nvme": {
+        f"fzero.storage.{name}" for name in ("file_store", "file_tensor", "host_memory", "movers", "stream")
+    },
     "benchmarks.offload_timeline": {"fzero.storage.direct_io", "fzero.storage.stream"},
 }
 """What measures parts that users do not call, and the modules of these."""
@@ -85,9 +87,12 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def imports(path: Path) -> Iterator[tuple[str, str | None]]:
-    """Every import of a file, also inside functions: (module, name from it or None)."""
+def imports(path: Path, *, runs: bool = False) -> Iterator[tuple[str, str | None]]:
+    """Every import of a file, also inside functions: (module, name from it or None); with `runs`, without `annotations_only`."""
+    unused = annotations_only(path) if runs else set[ast.AST]()
     for node in ast.walk(tree_of(path)):
+        if node in unused:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -95,13 +100,19 @@ def imports(path: Path) -> Iterator[tuple[str, str | None]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
+def annotations_only(path: Path) -> set[ast.AST]:
+    """The imports under `if TYPE_CHECKING:`, which never run. Those of a door do: the door imports a name when it is used."""
+    blocks = [x for x in tree_of(path).body if isinstance(x, ast.If) and ast.unparse(x.test) == "TYPE_CHECKING"]
+    return set() if path.name == "__init__.py" else {node for block in blocks for node in block.body}
+
+
 MODULES = {name_of(path) for path in files(*PACKAGES)}
 
 
-def imported_modules(path: Path) -> set[str]:
+def imported_modules(path: Path, *, runs: bool = False) -> set[str]:
     """`from fzero.comms import collectives` imports the module, and `from sharding.views import pad` one as well."""
     modules = set()
-    for module, name in imports(path):
+    for module, name in imports(path, runs=runs):
         inner = f"{module}.{name}"
         modules.add(inner if inner in MODULES else module)
     return modules
@@ -126,8 +137,8 @@ def attributes(path: Path) -> set[str]:
     return {name for name in names if name}
 
 
-def own_imports(path: Path) -> set[str]:
-    return {module for module in imported_modules(path) if module.partition(".")[0] in PACKAGES}
+def own_imports(path: Path, *, runs: bool = False) -> set[str]:
+    return {module for module in imported_modules(path, runs=runs) if module.partition(".")[0] in PACKAGES}
 
 
 def test_every_room_is_in_the_table_and_says_what_it_is_for() -> None:
@@ -149,7 +160,8 @@ def test_rooms_import_what_is_below_them() -> None:
 
 def test_no_module_imports_itself_by_way_of_others_of_its_room() -> None:
     beside = {
-        name_of(path): {x for x in own_imports(path) if room_of(x) == room_of(name_of(path))} - {name_of(path)}
+        name_of(path): {x for x in own_imports(path, runs=True) if room_of(x) == room_of(name_of(path))}
+        - {name_of(path)}
         for path in files(*PACKAGES)
     }
     beside["fzero"] = set()
@@ -228,17 +240,48 @@ def test_every_public_name_is_there_and_hides_no_module(module: str) -> None:
     assert module != "fzero" or len(names) <= ROOT_NAMES
 
 
-def loaded_by(statement: str) -> set[str]:
-    program = f"import torch, sys; before = {{*sys.modules}}; {statement}; print(*({{*sys.modules}} - before))"
+def loaded_by(*statements: str) -> Iterator[set[str]]:
+    """After each statement, the modules of `PACKAGES` that one program has loaded so far."""
+    show = f"print(*(name for name in sys.modules if name.partition('.')[0] in {PACKAGES}))"
+    program = "\n".join(["import torch, sys", *(line for statement in statements for line in (statement, show))])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     ended = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    return {*ended.stdout.split()}
+    return ({*line.split()} for line in ended.stdout.splitlines())
 
 
-def test_importing_fzero_opens_no_door() -> None:
-    """So it takes a hundredth of a second beyond `import torch`."""
-    of_fzero = {module for module in loaded_by("import fzero") if module.partition(".")[0] in PACKAGES}
-    assert of_fzero == {"fzero", "fzero.common", "fzero.common.doors", "fzero.runtime", "fzero.runtime.hooks"}
+TRAINS = """
+model, zero = torch.nn.Linear(4, 4), {"zero_optimization": {"stage": 3}}
+step = fzero.make_train_step(model, zero, loss_fn=lambda model, batch: model(batch).sum())
+step(step.init(), torch.ones(2, 4))
+"""
+"""A step of stage 3 on one rank, with neither offload nor comm hooks."""
+
+OTHERS_NEED = {
+    *(
+        f"fzero.comms.{name}"
+        for name in ("codecs", "compression", "lockstep", "meeting", "primitives", "stacked", "traced")
+    ),
+    *("fzero.comms.thread_dumps", "fzero.comms.watchdog", "fzero.config.elastic_sizes", "fzero.plans.report"),
+    *(f"fzero.optim.{name}" for name in ("elementwise", "fragments", "lr_schedules", "matrix", "torch_optim")),
+    *(
+        f"fzero.storage.{name}"
+        for name in ("direct_io", "file_store", "host_memory", "movers", "ownership", "state_files")
+    ),
+    *("fzero.common.pickles", "fzero.common.safe_files", "fzero.common.text_tables", "fzero.storage.stream"),
+    *("fzero.simulation", "sharding.transfer"),
+}
+"""Modules that this step does not need: for hangs, ranks without processes, files, other optimizers, other comm hooks."""
+
+
+def test_a_door_opens_when_it_is_used() -> None:
+    """`import fzero` takes a hundredth of a second beyond `import torch`. A reader of a step reads what it loads."""
+    lines = {name_of(path): len(path.read_text().splitlines()) for path in files(*PACKAGES)}
+    package, step, trained = loaded_by("import fzero", "import fzero.step", TRAINS)
+    assert package == {"fzero", "fzero.common", "fzero.common.doors", "fzero.runtime", "fzero.runtime.hooks"}
+    rooms = {"graph", "resharding", "estimation", "checkpoint", "profiling", "engine", "launch", "tuning", "testing"}
+    assert not trained & OTHERS_NEED and not {*map(room_of, trained)} & rooms and OTHERS_NEED <= MODULES
+    assert sum(map(lines.__getitem__, step)) <= 15_700
+    assert sum(map(lines.__getitem__, trained)) <= 16_300
 
 
 def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 from training import Plain, config, train, train_plainly, vectors
 
 import fzero
-from fzero.optim.torch_optim import TorchState, classes
+from fzero.optim.torch_classes import classes
+from fzero.optim.torch_optim import TorchState
 from fzero.optim.transforms import Transform
 from fzero.testing import check_transform
 

@@ -147,7 +147,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
     ranks = on(2, step_of(stage, precision))
     expected, told = train(ranks, ranks.init(), 0, 3)
     monkeypatch.setattr(Offload, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
-    monkeypatch.setattr("fzero.runtime.offload.DeviceMover", Crossings)
+    monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)
     host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
     new = "params" if "alone" not in precision and precision != "float32" else "updated"
     grads = {"grads"} if stage < 2 else set[str]()  # which leave in the backward in stages 2 and 3

@@ -21,8 +21,7 @@ from test_offload_params import in_files
 from training import make, part
 
 import fzero
-from fzero.runtime import offload
-from fzero.storage import direct_io as direct_files
+from fzero.storage import direct_io as direct_files, stream
 from fzero.storage.ownership import Owner
 
 
@@ -159,7 +158,7 @@ def test_an_error_of_an_update_is_raised_as_it_is_and_the_files_go_with_the_stat
 
     def life() -> None:
         state = step.init()
-        with mock.patch.object(offload, "update_streamed", side_effect=AssertionError), pytest.raises(AssertionError):
+        with mock.patch.object(stream, "update_streamed", side_effect=AssertionError), pytest.raises(AssertionError):
             step(state, data(0))
         with pytest.raises(fzero.StoreError, match=r"cannot be used any more since: AssertionError\(\)"):
             step(state, data(0))

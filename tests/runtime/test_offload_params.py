@@ -20,7 +20,8 @@ from training import Odd, make, tokens
 import fzero
 from fzero.resharding.parameters import with_weight
 from fzero.storage.file_store import FileStore
-from fzero.storage.file_tensor import FileTensors, StateFiles, in_memory
+from fzero.storage.file_tensor import FileTensors, in_memory
+from fzero.storage.state_files import StateFiles
 from sharding import Placement
 
 NUMEL = 6528

@@ -31,7 +31,8 @@ from torch import Tensor
 
 from fzero.storage import file_store, ownership as claims
 from fzero.storage.direct_io import CHECKED
-from fzero.storage.file_store import FileSpec, FileStore, StoreError
+from fzero.storage.file_store import FileStore
+from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.host_memory import Pool, _left_by_cgroups, check_host_memory
 from fzero.storage.ownership import Owner
 
@@ -363,7 +364,8 @@ def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[st
 RUN = """
 import os, sys, time
 from pathlib import Path
-from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.file_tensor import FileSpec
+from fzero.storage.file_store import FileStore
 from fzero.storage.host_memory import Pool
 
 folder, numel, is_killed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "is killed"
@@ -427,7 +429,8 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
 HELD = """
 import os, signal, sys, time
 from pathlib import Path
-from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.file_tensor import FileSpec
+from fzero.storage.file_store import FileStore
 
 folder, how, *which = sys.argv[1:]
 if how == "is killed while it claims":
@@ -738,7 +741,8 @@ def test_a_store_that_is_collected_while_another_claims_its_folder_holds_nobody_
 import sys
 from fzero.storage import ownership as claims
 from fzero.storage import file_store
-from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.file_tensor import FileSpec
+from fzero.storage.file_store import FileStore
 files = {"a": FileSpec(1024, "float32")}
 held = [FileStore(sys.argv[1], files)]
 held.append(held)

@@ -34,7 +34,8 @@ from fzero.optim.transforms import (
     sgd,
     skip_if,
 )
-from fzero.storage.file_store import FileSpec, FileStore, StoreError
+from fzero.storage.file_store import FileStore
+from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, TensorRange
 from fzero.storage.stream import (
     Mover,
@@ -373,7 +374,8 @@ ROOM = 96 << 20
 
 TRAIN = """
 import resource, sys, torch
-from fzero.storage.file_store import FileSpec, FileStore
+from fzero.storage.file_tensor import FileSpec
+from fzero.storage.file_store import FileStore
 from fzero.storage.movers import DeviceMover, FileMover
 from fzero.storage.stream import Streamed, init_streamed, update_streamed
 from fzero.optim.transforms import adamw

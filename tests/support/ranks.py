@@ -45,7 +45,10 @@ class RankPool:
         from torch.distributed import TCPStore
 
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch._dynamo"]
+        )  # one import of torch for all ranks; `_serve` finds fzero by `path`
         self._group, self._size = 0, 0  # a new process group is made for each number
         self._processes, self._pipes = [], []
         for rank in range(MOST_RANKS):

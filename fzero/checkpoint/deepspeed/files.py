@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.checkpoint.folders import CheckpointError, latest_of
-from fzero.common.pickles import UnsafePickleError, load_tensors
+from fzero.common.pickles import load_tensors
+from fzero.common.plain_values import UnsafePickleError
 
 WORD = "import_deepspeed"
 LATEST = ("latest", "latest_universal")
