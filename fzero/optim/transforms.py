@@ -139,7 +139,7 @@ Rate = float | Tensor
 
 def add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
     """Adds `factor * y` to `x`, in place. It rounds once if the factor is a number, twice (product, sum) if it is a tensor."""
-    return x.add_(y * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
+    return x.add_(y.to(x.dtype) * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
 
 
 def _lerp(x: Tensor, y: Tensor, weight: Rate) -> Tensor:
