@@ -166,11 +166,11 @@ def backward(
     if rules.scales_loss:
         scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.state.loss_scale.scale
     if is_last and run.offload.has_files:
-        run.offload.read_ahead(window.state, work.still_buffers)
+        run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     with profiler_range("backward"), _bound_to(run, window):
         stats_W5 = work.backward(
-            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.still), checksum, len(newly_moved)),
+            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last, keeps=keeps,
             check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
         )  # fmt: skip
@@ -229,7 +229,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     hook_states: dict[str, Any] = work.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.still_buffers,
+        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 
 

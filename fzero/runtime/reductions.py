@@ -105,7 +105,8 @@ class Reductions:
         filling = self._filling[unit]
         start, stop = buffer.layout.bounds(name)
         target = filling.flats[buffer.key][start:stop].view(grad.shape)
-        grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
+        if grad.dtype != target.dtype:
+            grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
@@ -222,4 +223,5 @@ def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
         if name not in written:
             start, stop = buffer.layout.bounds(name)
             flat_P[start:stop].zero_()
-    flat_P[buffer.layout.numel :].zero_()
+    if flat_P.numel() > buffer.layout.numel:
+        flat_P[buffer.layout.numel :].zero_()
