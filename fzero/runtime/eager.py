@@ -19,7 +19,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -97,7 +97,7 @@ class ForwardBackward:
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range: AbstractContextManager[object] | None = None  # in a trace, the range of the unit being visited
+        self._range = ExitStack()  # in a trace, holds the range of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -138,7 +138,7 @@ class ForwardBackward:
             self._given.begin(compares=compares)
             with self._given.named_errors(), self.saving() if saves else nullcontext():
                 yield
-            self._end_range()
+            self._range.close()
             self._gathers.check_full()
             self._given.end()
             self._events.execute(self._scheduler.boundary())
@@ -189,7 +189,10 @@ class ForwardBackward:
             torch.autograd.backward(loss, retain_graph=keeps)
             if not self._reductions.has_come:  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
-            self._finish()
+            self._forget_leaves()
+            self._gathers.check_full()
+            self._events.execute(self._scheduler.end_backward())
+            self._let_go()
             if self._loss_stats is not None:
                 rows, self._loss_stats = self._loss_stats.wait(), None
         assert rows is not None
@@ -230,7 +233,7 @@ class ForwardBackward:
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
-        self._end_range()
+        self._range.close()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
@@ -241,13 +244,6 @@ class ForwardBackward:
         self._leave("")
         self._events.execute(self._scheduler.release())
         self.transfer.abandon()
-
-    def _finish(self) -> None:
-        """Ends the backward: reduces the remaining units, and takes part in collectives that only other ranks needed."""
-        self._forget_leaves()
-        self._gathers.check_full()
-        self._events.execute(self._scheduler.end_backward())
-        self._let_go()
 
     def _let_go(self) -> None:
         """Waits for the reductions of a backward, and releases the buffers that it gathered."""
@@ -289,12 +285,11 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        self._end_range()
+        self._range.close()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
         if self.in_forward and is_recording():
-            self._range = profiler_range("unit", unit.name)
-            self._range.__enter__()
+            self._range.enter_context(profiler_range("unit", unit.name))
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.execute(self._scheduler.enter(unit.name))
@@ -308,12 +303,6 @@ class ForwardBackward:
         with beneath_modes(self._num_modes):
             self._leave(unit)
             self._events.execute(self._scheduler.need(unit))
-
-    def _end_range(self) -> None:
-        """Ends the range of the unit that the forward visited, in a trace."""
-        ended, self._range = self._range, None
-        if ended is not None:
-            ended.__exit__(None, None, None)
 
     def _forget_leaves(self) -> None:
         if self._present is not None:

@@ -22,6 +22,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
+from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
@@ -253,14 +254,15 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
 
     def measured(shard: int) -> Iterator[Tensor]:
-        homes = [(f"{b.key}/grads", own_shard(grads[b.key], b, shard)) for b in cut]
+        homes = [(stream_name("grads", b.key), own_shard(grads[b.key], b, shard)) for b in cut]
         known = [transfer.known(*named) for named in homes]
         unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
         rest = map(run.rules.loss.of_shard, transfer.each(unknown))
         return (next(rest) if number is None else number for number in known)
 
+    has_all = all(b.flow.reduces_to == "full" for b in cut)
     return norm_parts(
-        run.rules.loss, measured, range(mesh.num_shards) if run.plan.stage == 0 else (mesh.shard,), mesh.num_shards,
+        run.rules.loss, measured, range(mesh.num_shards) if has_all else (mesh.shard,), mesh.num_shards,
         stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
     )  # fmt: skip
 
