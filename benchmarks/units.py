@@ -6,7 +6,8 @@
 A unit is one `Linear(8, 8)`, so that a step is its fixed costs: the Python of the step and of autograd, and the latency of
 collectives. A rank has one thread. All contenders of one number of units live in the same processes and take turns of a few
 steps, so that they meet the same machine. The time is that of rank 0's fastest step, because other load only adds to it; a
-line through the times is `fixed ms + ms per unit`. Prints a table, and writes `results.json`.
+line through the times is `fixed ms + ms per unit`. Prints a table for each number
+of ranks, and writes `results.json`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from torch import Tensor, multiprocessing, nn
 from fzero.common import print_report
 
 WIDTH, NUM_ROWS = 8, 4
-NUM_WARMUP_STEPS = 5
+NUM_WARMUP_STEPS = 3
 ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 Step = Callable[[Tensor], object]
 
@@ -135,19 +136,16 @@ def line(points: dict[int, float]) -> tuple[float, float]:
     return round(mean_ms - slope * mean_n, 4), round(slope, 4)
 
 
-def make_table(fastest: dict[tuple[int, str], dict[int, float]], units: list[int]) -> Table:
-    """A row per number of ranks and contender."""
-    table = Table(
-        title=f"ms per step of n Linear({WIDTH}, {WIDTH}): the fastest, and the line through them", box=box.SIMPLE
-    )
-    titles = ("ranks", "contender", *(f"n = {n}" for n in units), "fixed ms", "ms per unit")
-    for title in titles:
+def make_table(world_size: int, fastest: dict[str, dict[int, float]], units: list[int]) -> Table:
+    """A row per contender."""
+    title = f"{world_size} ranks of one thread: ms of the fastest step of n Linear({WIDTH}, {WIDTH})"
+    table = Table(title=title, box=box.SIMPLE, title_justify="left")
+    for title in ("contender", *(f"n = {n}" for n in units), "fixed ms", "ms per unit"):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
-    for (world_size, name), points in fastest.items():
+    for name, points in fastest.items():
         fixed, slope = line(points)
         cells = (*(f"{points[n]:.2f}" for n in units), f"{fixed:.2f}", f"{slope:.3f}")
-        is_last = list(fastest)[-1] == (world_size, name) or name == list(CONTENDERS)[-1]
-        table.add_row(str(world_size), name, *cells, end_section=is_last, style="" if "fzero" in name else "dim")
+        table.add_row(name, *cells, style="" if "fzero" in name else "dim")
     return table
 
 
@@ -173,17 +171,15 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
-    fastest: dict[tuple[int, str], dict[int, float]] = {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    results: dict[int, dict[str, dict[int, float]]] = {}
     for world_size in arguments.ranks:
         with tempfile.TemporaryDirectory() as folder:
             multiprocessing.spawn(run_rank, (arguments, world_size, Path(folder)), nprocs=world_size)
             times = json.loads((Path(folder) / "times.json").read_text())
-        for name, by_units in times.items():
-            fastest[world_size, name] = {int(n): min(ms) for n, ms in by_units.items()}
-    print_report(make_table(fastest, arguments.units))
-    rows = [{"ranks": ranks, "contender": name, "ms": ms} for (ranks, name), ms in fastest.items()]
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(rows, indent=1))
+        results[world_size] = {name: {int(n): min(ms) for n, ms in of.items()} for name, of in times.items()}
+        print_report(make_table(world_size, results[world_size], arguments.units))
+        (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
