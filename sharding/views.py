@@ -104,7 +104,7 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
             [3, 4]])
     """
     _check_length("unflatten", flat, (layout.numel, layout.partition.padded_numel))
-    leaves = torch.split(flat, [*layout.numels, flat.numel() - layout.numel])
+    leaves = flat.split_with_sizes([*layout.numels, flat.numel() - layout.numel])
     return {name: leaf.view(shape) for name, shape, leaf in zip(layout.names, layout.shapes, leaves)}
 
 

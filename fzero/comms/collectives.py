@@ -206,6 +206,8 @@ def start_all_reduce(
     """
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_reduce, full_P, label)
+    if axis.size == 1:
+        return _without_sending(label, full_P, after)
     _report_all_reduce(full_P, axis, label)
     is_at_once = after is None or full_P.is_cuda
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:

@@ -213,7 +213,7 @@ class HoldsModule(Accessors):
         wanted = {name for name in self._held if self.live.own[name].requires_grad}
         known = starts_of(self.train_step.plan)
         still = frozenset(known.keys() - wanted)
-        rests = still if window is None else still & window.work.still
+        rests = still if window is None else still & window.work.forwards.still
         if not wanted <= known.keys() or self._cut_by(rests):
             if window is not None and window.loss_stats:
                 changed = sorted(wanted - known.keys()) or sorted(still)

@@ -57,7 +57,12 @@ class StateLeaf(NamedTuple):
         """The name of the tensor in its stream and its file. For the updated tensor this is the buffer's key."""
         if self.is_updated:
             return self.key
-        return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else f"{self.key}/{self.quantity}"
+        return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else stream_name(self.quantity, self.key)
+
+
+def stream_name(quantity: Literal["params", "master", "grads"], key: str) -> str:
+    """The name of a flat buffer's tensor in its stream and its file, unless it is the updated tensor."""
+    return f"{key}/{quantity}"
 
 
 def state_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal, NamedTuple, Self
 
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
@@ -28,7 +29,8 @@ class FlatGrad(NamedTuple):
         return cls(buffer.key, buffer.padded_numel, is_full, buffer.grads.placement.kind)
 
 
-class UnitRule(NamedTuple):
+@dataclass(frozen=True)
+class UnitRule:
     """A unit, for the scheduler.
 
     Attributes:
@@ -52,7 +54,7 @@ class UnitRule(NamedTuple):
         grads = tuple(FlatGrad.of(buffer, mesh) for buffer in unit.buffers if buffer.trainable)
         return cls(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
 
-    @property
+    @cached_property  # a step asks for it several times per unit
     def reduced_numel(self) -> int:
         """Padded elements of its full gradients."""
         return sum(grad.numel for grad in self.grads)

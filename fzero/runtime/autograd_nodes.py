@@ -5,6 +5,7 @@ Each parameter is the output of a `ParamLeaf`; the input of all leaves of one vi
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,12 +19,13 @@ class UnitRoot(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, work: Any, unit: str) -> Tensor:
         ctx.work, ctx.unit, ctx.index = work, unit, work.forwards.last_index
+        ctx.set_materialize_grads(False)
         return anchor.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.work.end_visit(ctx.unit)
-        return ctx.work.anchor.detach(), None, None
+        return None, None, None
 
 
 class ParamLeaf(torch.autograd.Function):
@@ -38,21 +40,31 @@ class ParamLeaf(torch.autograd.Function):
         return view
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
         if ctx.name:
             ctx.work.add_grad(ctx.name, grads[0])
-        return ctx.work.anchor.detach(), None, None, None
+        return None, None, None, None
 
 
 # To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its grad_fn.
 ParamLeaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
-root_of: Callable[..., Tensor] = UnitRoot.apply  # type: ignore[assignment]
-leaf_of: Callable[..., Tensor] = ParamLeaf.apply  # type: ignore[assignment]
+# Not `Function.apply`, whose care for torch.func takes as long as the node itself; no transform is active where nodes are made.
+root_of: Callable[..., Tensor] = super(torch.autograd.Function, UnitRoot).apply
+leaf_of: Callable[..., Tensor] = super(torch.autograd.Function, ParamLeaf).apply
 
 
 def works_of(loss: Tensor) -> list[Any]:
     """Every `ForwardBackward` in the graph of a loss, in graph order, which is the same on all ranks."""
     return list({id(node.work): node.work for node in roots_in(loss)}.values())
+
+
+def visits_in(loss: Tensor, work: Any) -> dict[int, Counter[str]]:
+    """The visits of each forward of one `ForwardBackward` in the graph of a loss, by the forward's number."""
+    found: defaultdict[int, Counter[str]] = defaultdict(Counter)
+    for node in roots_in(loss):
+        if node.work is work:
+            found[node.index][node.unit] += 1
+    return found
 
 
 def roots_in(loss: Tensor) -> Iterator[Any]:

@@ -18,16 +18,14 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
-from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.common.profiler_ranges import is_recording, profiler_range
@@ -37,32 +35,16 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Orders, Run
-from fzero.runtime.autograd_nodes import ParamLeaf, leaf_of, root_of, roots_in
+from fzero.runtime.autograd_nodes import root_of, visits_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
-from fzero.runtime.given_params import GivenParams
-from fzero.runtime.module_binding import beneath_modes, untraced
-from fzero.runtime.own_params import flag_changed, late
+from fzero.runtime.given_params import GivenParams, Visit
+from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
+from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.refusals import BETWEEN, CHANGES_FLAG, HOOKS_SAVED, INSIDE, OVER, TRANSFORMED, UNRELATED
+from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_io import Leaf, ShardTransfer
-from sharding.views import unflatten
-
-
-@dataclass(slots=True)
-class _Present:
-    """The unit that the model visits now.
-
-    Attributes:
-        unit: its name.
-        leaves: its parameters as the model sees them, by name.
-        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-    """
-
-    unit: str
-    leaves: dict[str, Tensor]
-    is_recorded: bool = False
 
 
 class ForwardBackward:
@@ -113,9 +95,9 @@ class ForwardBackward:
         self._status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
-        self._present: _Present | None = None
+        self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range: AbstractContextManager[object] | None = None  # in a trace, the range of the unit being visited
+        self._range = ExitStack()  # in a trace, holds the range of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -154,18 +136,9 @@ class ForwardBackward:
             self._leave("")
             self._events.execute(self._scheduler.begin_forward(is_first=self.forwards.begin(run, still)))
             self._given.begin(compares=compares)
-            with self.saving() if saves else nullcontext():
-                try:
-                    yield
-                except RuntimeError as error:
-                    if f" of {ParamLeaf.__name__}" in str(error):  # autograd's message about a change in place
-                        raise self._given.was_changed("of the model") from error
-                    if CHANGES_FLAG in str(error):
-                        raise flag_changed(None) from error
-                    if HOOKS_SAVED in str(error):
-                        raise ValueError(TRANSFORMED) from error
-                    raise
-            self._end_range()
+            with self._given.named_errors(), self.saving() if saves else nullcontext():
+                yield
+            self._range.close()
             self._gathers.check_full()
             self._given.end()
             self._events.execute(self._scheduler.boundary())
@@ -201,7 +174,7 @@ class ForwardBackward:
         if not loss.requires_grad:
             raise ValueError(UNRELATED)
         visits = self.forwards.last_alone
-        visits = self._reached(loss) if visits is None else visits
+        visits = visits_in(loss, self) if visits is None else visits
         with self._running(self.forwards.run_of("backward", visits)):
             is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self._scheduler.begin_backward(is_last=is_last, visits=sum_of(visits))
@@ -216,7 +189,10 @@ class ForwardBackward:
             torch.autograd.backward(loss, retain_graph=keeps)
             if not self._reductions.has_come:  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
-            self._finish()
+            self._forget_leaves()
+            self._gathers.check_full()
+            self._events.execute(self._scheduler.end_backward())
+            self._let_go()
             if self._loss_stats is not None:
                 rows, self._loss_stats = self._loss_stats.wait(), None
         assert rows is not None
@@ -228,7 +204,7 @@ class ForwardBackward:
 
         *Collective* in stage 3: gathers again.
         """
-        with self._running(self.forwards.run_of("through", self._reached(loss))):
+        with self._running(self.forwards.run_of("through", visits_in(loss, self))):
             self._status = "passed"
             self.forwards.pass_through(keeps=keeps)
             try:
@@ -257,7 +233,7 @@ class ForwardBackward:
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
-        self._end_range()
+        self._range.close()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
@@ -269,38 +245,11 @@ class ForwardBackward:
         self._events.execute(self._scheduler.release())
         self.transfer.abandon()
 
-    def _finish(self) -> None:
-        """Ends the backward: reduces the remaining units, and takes part in collectives that only other ranks needed."""
-        self._forget_leaves()
-        self._gathers.check_full()
-        self._events.execute(self._scheduler.end_backward())
-        self._let_go()
-
     def _let_go(self) -> None:
         """Waits for the reductions of a backward, and releases the buffers that it gathered."""
         self._leave("")
         self._events.execute(self._scheduler.finish())
         self.transfer.abandon()
-
-    def _reached(self, loss: Tensor) -> dict[int, Counter[str]]:
-        """The visits of each forward in the graph of the loss."""
-        found: defaultdict[int, Counter[str]] = defaultdict(Counter)
-        for node in roots_in(loss):
-            if node.work is self:
-                found[node.index][node.unit] += 1
-        return found
-
-    @property
-    def still(self) -> frozenset[str]:
-        """The parameters that have no gradient, because no forward required one."""
-        return self.forwards.still
-
-    @property
-    def still_buffers(self) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
-        still = self.still
-        buffers = self.plan.flat_buffers if still else ()
-        return frozenset(b.key for b in buffers if b.trainable and still.issuperset(b.layout.names))
 
     def _check_runs(self) -> None:
         """Raises outside the two halves: other ranks do not take part there in the collectives that autograd needs."""
@@ -311,18 +260,18 @@ class ForwardBackward:
 
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
-        if name not in self._homes:
-            raise late("parameter", name)
-        unit, _ = self._homes[name]
         present = self._present
-        if present is None or unit.name != present.unit:
-            present = untraced(self._enter)(unit) if unit.gathered_numel else self._enter(unit)
+        if present is None or name not in present.leaves:
+            if name not in self._homes:
+                raise late("parameter", name)
+            unit, _ = self._homes[name]
+            enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
+            present = enter(self, unit)
         elif not self.in_forward:
-            with beneath_modes(self._num_modes):
-                self._events.execute(self._scheduler.need(unit.name))  # the next gather may start now, as in `_unpack`
-        if self.in_forward and not self._runs_again and not present.is_recorded and torch.is_grad_enabled():
+            self._need(present.unit)  # the next gather may start now, as in `_unpack`
+        if not (present.is_recorded or self._runs_again) and self.in_forward and torch.is_grad_enabled():
             present.is_recorded = True
-            self.forwards.last.visits[unit.name] += 1
+            self.forwards.last.visits[present.unit] += 1
         return present.leaves[name]
 
     @contextmanager
@@ -334,58 +283,26 @@ class ForwardBackward:
         finally:
             self._runs_again = before
 
-    def _enter(self, unit: UnitPlan) -> _Present:
-        """Makes `unit` the present unit, and its parameters the present leaves."""
-        self._end_range()
+    def _enter(self, unit: UnitPlan) -> Visit:
+        """Makes `unit` the present unit."""
+        self._range.close()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
         if self.in_forward and is_recording():
-            self._range = profiler_range("unit", unit.name)
-            self._range.__enter__()
-        # The model's own no_grad, inference mode, torch.func transform or dispatch mode (selective activation
-        # checkpointing) must not affect the leaves: the model may use them outside of it later.
-        with (
-            torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(),
-            beneath_modes(self._num_modes),
-        ):  # fmt: skip
+            self._range.enter_context(profiler_range("unit", unit.name))
+        with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.execute(self._scheduler.enter(unit.name))
-            self._present = _Present(unit.name, {})
-            self._present.leaves = self._leaves_of(unit, self._gathers.live(unit.name))
-        return self._present
+            root = None if self.grads is None else root_of(self.anchor, self, unit.name)
+            flats, forward = self._gathers.full(unit), self.forwards.last
+            self._present = present = self._given.visit(unit, flats, forward, root, self)
+        return present
 
-    def _leaves_of(self, unit: UnitPlan, flats: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters of a unit as the model sees them, by name."""
-        trains = self.grads is not None
-        root = root_of(self.anchor, self, unit.name) if trains else None
-        still = self.forwards.last.still if trains else frozenset[str]()
-        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
-        is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
-        leaves: dict[str, Tensor] = {}
-        for buffer in unit.buffers:
-            flat: Any = flats.get(buffer.key, self.params[buffer.key])
-            views = own = unflatten(flat, buffer.layout)
-            if buffer.trainable and root is not None:
-                views = {
-                    name: leaf_of(root, view, self, "" if name in still else name)
-                    if name not in still or is_marked
-                    else view
-                    for name, view in views.items()
-                }
-            self._given.add(unit.name, own, views)
-            for name, view in views.items():
-                view._is_param, view.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(view, nn.Parameter)
-            leaves |= views
-        if root is not None and self.in_forward:
-            trained = {name: leaf for name in _trained_in(unit) if (leaf := leaves[name]).requires_grad}
-            self._given.refuse_parts(unit.name, trained, is_first=not self.forwards.last.visits[unit.name])
-        return leaves
-
-    def _end_range(self) -> None:
-        """Ends the range of the unit that the forward visited, in a trace."""
-        ended, self._range = self._range, None
-        if ended is not None:
-            ended.__exit__(None, None, None)
+    def _need(self, unit: str) -> None:
+        """Gathers a unit that the backward needs, unless it is there."""
+        with beneath_modes(self._num_modes):
+            self._leave(unit)
+            self._events.execute(self._scheduler.need(unit))
 
     def _forget_leaves(self) -> None:
         if self._present is not None:
@@ -405,27 +322,15 @@ class ForwardBackward:
         if not any(unit.gathered_numel for unit in self.plan.units):
             yield
             return
-        with saved_tensors_hooks(untraced(self._pack), untraced(self._unpack)):
+        pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
+        with saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self)):
             yield
 
-    def _pack(self, tensor: Tensor) -> tuple[Tensor, int] | SavedView:
-        return self._gathers.as_saved(tensor) or (tensor.detach(), tensor._version)
-
-    def _unpack(self, packed: tuple[Tensor, int] | SavedView) -> Tensor:
-        if isinstance(packed, SavedView):
+    def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
+        if isinstance(saved, SavedView):
             self._check_runs()
-            with beneath_modes(self._num_modes):
-                self._leave(packed.unit.name)
-                self._events.execute(self._scheduler.need(packed.unit.name))
-                flat = self._gathers.live(packed.unit.name)[packed.key]
-            return flat.as_strided(packed.size, packed.stride, packed.offset)
-        tensor, version = packed
-        if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was saved "
-                f"(version {version}, now {tensor._version}); make the change out of place, or on a clone"
-            )
-        return tensor
+            self._need(saved.unit.name)
+        return self._gathers.from_saved(saved)
 
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Takes the gradient of a parameter from autograd."""
@@ -434,14 +339,11 @@ class ForwardBackward:
             raise RuntimeError(INSIDE)
         if self._status != "passed":
             unit, buffer = self._homes[name]
-            self._events.execute(self._scheduler.collect(unit.name, buffer.key))
+            if begins := self._scheduler.collect(unit.name, buffer.key):
+                self._events.execute(begins)
             self._reductions.add(name, grad, unit.name, buffer)
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""
         if self._status != "passed":
             self._events.execute(self._scheduler.end_visit(unit))
-
-
-def _trained_in(unit: UnitPlan) -> Iterator[str]:
-    return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Run
 
 
@@ -73,8 +74,13 @@ class Forwards:
 
     @property
     def still(self) -> frozenset[str]:
-        """The parameters that required no gradient in any forward."""
+        """The trained parameters that have no gradient, because no forward required one."""
         return frozenset.intersection(*(forward.still for forward in self._all)) if self._all else frozenset()
+
+    def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
+        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
+        still = self.still
+        return frozenset(b.key for b in (buffers if still else ()) if b.trainable and still.issuperset(b.layout.names))
 
 
 def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:

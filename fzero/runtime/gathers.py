@@ -7,7 +7,7 @@ Autograd must not keep a gathered buffer alive until the backward. So a saved te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -132,9 +132,10 @@ class Gathers:
 
     # --- live buffers --------------------------------------------------------------------------------------------
 
-    def live(self, unit: str) -> dict[str, Tensor]:
-        """The gathered buffers (P) of a unit by key; buffers that are never gathered (stages 0 to 2) are not included."""
-        return self._live.get(unit, {})
+    def full(self, unit: UnitPlan) -> Iterator[Any]:
+        """The full flat buffers (P) of a unit in use, gathered or held by every rank."""
+        live = self._live.get(unit.name, {})
+        return (live.get(buffer.key, self._params[buffer.key]) for buffer in unit.buffers)
 
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""
@@ -157,10 +158,22 @@ class Gathers:
         if flat is not self._params[key]:
             self._transfer.scratch.give(flat)
 
-    def as_saved(self, tensor: Tensor) -> SavedView | None:
-        """The tensor as a view of a gathered buffer, if it is one."""
+    def as_saved(self, tensor: Tensor) -> SavedView | tuple[Tensor, int]:
+        """What autograd saves of a tensor: a description of a view of a gathered buffer, else the tensor and its version."""
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
                 return SavedView(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
-        return None
+        return tensor.detach(), tensor._version
+
+    def from_saved(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
+        """The tensor that was saved; the unit of a view must be live."""
+        if isinstance(saved, SavedView):
+            return self._live[saved.unit.name][saved.key].as_strided(saved.size, saved.stride, saved.offset)
+        tensor, version = saved
+        if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
+            raise RuntimeError(
+                f"a tensor of shape {tuple(tensor.shape)} that the backward needs was changed in place after it was saved "
+                f"(version {version}, now {tensor._version}); make the change out of place, or on a clone"
+            )
+        return tensor

@@ -1,4 +1,4 @@
-"""`GivenParams`: checks that a forward does not change its parameters, nor differentiate by those of a single visit.
+"""`GivenParams`: the parameters of a forward. It must not change them, nor differentiate by those of a single visit.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
@@ -6,7 +6,8 @@ parameters twice, so a step does it only in the first forward of each kind, or a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import ref
@@ -15,7 +16,26 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
+from fzero.runtime.autograd_nodes import ParamLeaf, leaf_of
+from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, was_changed
+from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
+from sharding.views import unflatten
+
+
+@dataclass(slots=True)
+class Visit:
+    """One visit of a unit by the model.
+
+    Attributes:
+        unit: its name.
+        leaves: its parameters as the model sees them, by name.
+        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
+    """
+
+    unit: str
+    leaves: dict[str, Tensor]
+    is_recorded: bool = False
 
 
 class _Given(NamedTuple):
@@ -71,30 +91,75 @@ class GivenParams:
         self.check(None)
         self.is_open = False
 
-    def add(self, unit: str, views: Mapping[str, Tensor], leaves: Mapping[str, Tensor]) -> None:
-        """Records the parameters of a unit: views of its flat buffer, and the tensors that the model gets for them."""
-        if self._given is not None and self.is_open:
-            self._given += [
-                _Given(unit, n, leaves[n], view, view.data_ptr(), bits_of(view), leaves[n].requires_grad)
-                for n, view in views.items()
-            ]
+    @contextmanager
+    def named_errors(self) -> Iterator[None]:
+        """Inside the forward, errors of PyTorch about parameters become errors that name the parameter and the fix."""
+        try:
+            yield
+        except RuntimeError as error:
+            if f" of {ParamLeaf.__name__}" in str(error):  # autograd's message about a change in place
+                raise self.was_changed("of the model") from error
+            if CHANGES_FLAG in str(error):
+                raise flag_changed(None) from error
+            if HOOKS_SAVED in str(error):
+                raise ValueError(TRANSFORMED) from error
+            raise
 
-    def refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
+    def visit(
+        self, unit: UnitPlan, flats: Iterable[Tensor], forward: Forward, root: Tensor | None, work: object
+    ) -> Visit:
+        """The parameters of a unit for one visit.
+
+        Args:
+            flats: its full flat buffers (P).
+            forward: the present forward, or in a backward the last one.
+            root: the `UnitRoot` of the visit; None where no gradients are collected.
+            work: the `ForwardBackward` that collects them.
+        """
+        still = frozenset[str]() if root is None else forward.still
+        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
+        is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
+        leaves: dict[str, Tensor] = {}
+        trained: dict[str, Tensor] = {}
+        for buffer, flat in zip(unit.buffers, flats, strict=True):
+            given = views = unflatten(flat, buffer.layout)
+            if buffer.trainable and root is not None:
+                given = {
+                    name: leaf_of(root, view, work, "" if name in still else name)
+                    if name not in still or is_marked
+                    else view
+                    for name, view in views.items()
+                }
+                trained |= given
+            if self._given is not None and self.is_open:
+                self._given += [
+                    _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
+                    for view, (name, leaf) in zip(views.values(), given.items(), strict=True)
+                ]
+            for name, leaf in given.items():
+                leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
+            leaves |= given
+        if self.is_open and root is not None:
+            self._refuse_parts(unit.name, trained, is_first=not forward.visits[unit.name])
+        return Visit(unit.name, leaves)
+
+    def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
         """From a unit's second visit on, a gradient with respect to one of its parameters raises inside the forward.
 
         Such a gradient would contain the part of one visit only.
 
         Args:
-            leaves: the parameters in this visit that require gradients.
+            leaves: the trained parameters in this visit.
             is_first: whether this is the first visit in this forward.
         """
         if is_first:
-            self._first[unit] = [(name, ref(leaf)) for name, leaf in leaves.items()]
+            self._first[unit] = [(name, ref(leaf)) for name, leaf in leaves.items() if leaf.requires_grad]
             return
         first = ((name, leaf()) for name, leaf in self._first.pop(unit, ()))
         still_there = ((name, leaf) for name, leaf in first if leaf is not None)  # held by the model
         for name, leaf in (*leaves.items(), *still_there):
-            leaf.register_hook(_RefusesParts(self, name))  # type: ignore[no-untyped-call]
+            if leaf.requires_grad:
+                leaf.register_hook(_RefusesParts(self, name))  # type: ignore[no-untyped-call]
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit that the forward leaves; None checks those of all units, at the forward's end.
@@ -120,3 +185,7 @@ class GivenParams:
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
         return was_changed(names[0] if names else None, where)
+
+
+def _trained_in(unit: UnitPlan) -> Iterator[str]:
+    return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)

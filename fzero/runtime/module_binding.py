@@ -10,14 +10,15 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
@@ -150,8 +151,8 @@ def _own_names(
     dot, names = f"{prefix}." if prefix else "", {}
     for key, own in module._parameters.items():
         if own is not None:
-            names_of[id(own)] = names[key] = aliases.get(dot + key, dot + key)
-            own_by_id[id(own)] = own
+            names_of[(index := id(own))] = names[key] = aliases.get(dot + key, dot + key)
+            own_by_id[index] = own
             if type(own) is nn.Parameter:  # otherwise another rank in lockstep has bound it
                 check_no_hooks(names[key], own)
     return names
@@ -255,21 +256,48 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
 
 
+_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
 def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, hidden from torch.compile, which would otherwise trace it as part of a model that compiles its own code."""
+    """The function of a module or class, hidden from torch.compile, which would otherwise trace it as part of a model that
+    compiles its own code."""
     if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
         return function
-    hidden: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return hidden
+    if function not in _UNTRACED:
+        _UNTRACED[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return _UNTRACED[function]
+
+
+def beneath_model(num_modes: int) -> AbstractContextManager[object]:
+    """Inside, nothing that a model has entered is active: `no_grad`, inference mode, a transform of torch.func, a dispatch mode.
+
+    Args:
+        num_modes: the number of dispatch modes that were active outside of the model.
+    """
+    is_plain = torch.is_grad_enabled() and not torch.is_inference_mode_enabled() and peek_interpreter_stack() is None
+    return beneath_modes(num_modes) if is_plain else _beneath_all(num_modes)
 
 
 @contextmanager
-def beneath_modes(num_modes: int) -> Iterator[None]:
+def _beneath_all(num_modes: int) -> Iterator[None]:
+    with (
+        torch.inference_mode(False), torch.enable_grad(), temporarily_clear_interpreter_stack(), beneath_modes(num_modes),
+    ):  # fmt: skip
+        yield
+
+
+def beneath_modes(num_modes: int) -> AbstractContextManager[object]:
     """Inside, only the first `num_modes` of the active modes of `torch.utils._python_dispatch` are active.
 
     A mode that a model enters must see the model's operations only. The gather of its parameters is not one of them, and is not
     repeated when the mode's region runs again.
     """
+    return nullcontext() if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+
+
+@contextmanager
+def _without_modes(num_modes: int) -> Iterator[None]:
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack() - num_modes)]
     try:
         yield

@@ -87,7 +87,8 @@ class Offload:
     @property
     def passes_use_files(self) -> bool:
         """Whether a forward or backward reads or writes files."""
-        return any(name in self._files for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
+        used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
+        return self.has_files and any(name in self._files for name in used)
 
     def transfer(
         self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
@@ -249,6 +250,7 @@ class Offload:
             ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
             StoreError: the state is stale, or its files are broken.
         """
+        devices = {kind: self._device_of(self.kind(Placement(kind))) for kind in ("device", "host")}
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             in_file = isinstance(leaf, FileTensor)
             if in_file != (spec.placement.kind == "nvme"):
@@ -262,13 +264,13 @@ class Offload:
             if in_file:
                 leaf.check()
             elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
-                expected = self._device_of("host" if self.kind(spec.placement) == "host" else "here")
+                expected = devices[spec.placement.kind]
                 if leaf.device.type != expected.type:
                     raise ValueError(
                         f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; move the state there with "
                         f"fzero.place(state, step)"
                     )
-        files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None)
+        files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None) if self._files else None
         if files is not None and not self._has_room(files):
             raise ValueError(
                 "state: its files must have this step's checksums and at least the buffers that it needs, but were made by a "

@@ -95,8 +95,9 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
     def leave() -> None:
         # By identity: two bindings of one module are equal as values.
         _BOUND[:] = [bound for bound in _BOUND if bound is not mine]
+        still_bound = set().union(*(bound.names for bound in _BOUND))
         for key, param in own.items():
-            if type(param) is StandIn and not any(key in bound.names for bound in _BOUND):
+            if type(param) is StandIn and key not in still_bound:
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
 
     return leave

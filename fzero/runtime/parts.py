@@ -22,6 +22,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
+from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
@@ -166,11 +167,11 @@ def backward(
     if rules.scales_loss:
         scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.state.loss_scale.scale
     if is_last and run.offload.has_files:
-        run.offload.read_ahead(window.state, work.still_buffers)
+        run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     with profiler_range("backward"), _bound_to(run, window):
         stats_W5 = work.backward(
-            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.still), checksum, len(newly_moved)),
+            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last, keeps=keeps,
             check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
         )  # fmt: skip
@@ -229,7 +230,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     hook_states: dict[str, Any] = work.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.still_buffers,
+        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 
 
@@ -253,14 +254,15 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
 
     def measured(shard: int) -> Iterator[Tensor]:
-        homes = [(f"{b.key}/grads", own_shard(grads[b.key], b, shard)) for b in cut]
+        homes = [(stream_name("grads", b.key), own_shard(grads[b.key], b, shard)) for b in cut]
         known = [transfer.known(*named) for named in homes]
         unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
         rest = map(run.rules.loss.of_shard, transfer.each(unknown))
         return (next(rest) if number is None else number for number in known)
 
+    has_all = all(b.flow.reduces_to == "full" for b in cut)
     return norm_parts(
-        run.rules.loss, measured, range(mesh.num_shards) if run.plan.stage == 0 else (mesh.shard,), mesh.num_shards,
+        run.rules.loss, measured, range(mesh.num_shards) if has_all else (mesh.shard,), mesh.num_shards,
         stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
     )  # fmt: skip
 

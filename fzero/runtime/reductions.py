@@ -19,6 +19,7 @@ from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
+from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
@@ -105,7 +106,8 @@ class Reductions:
         filling = self._filling[unit]
         start, stop = buffer.layout.bounds(name)
         target = filling.flats[buffer.key][start:stop].view(grad.shape)
-        grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
+        if grad.dtype != target.dtype:
+            grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
@@ -128,7 +130,7 @@ class Reductions:
         is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
         is_held = is_kept and buffer.key in self._held
         if is_held or (is_kept and self._is_here(buffer)):
-            filling.flats[buffer.key] = self._transfer.load(f"{buffer.key}/grads", home)
+            filling.flats[buffer.key] = self._transfer.load(stream_name("grads", buffer.key), home)
         else:
             dtype = home.dtype if is_kept else send_dtype
             scratch, device = self._transfer.scratch, self._transfer.device
@@ -149,7 +151,9 @@ class Reductions:
                 if not buffer.flow.reduces(is_last=self._is_last):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
-                        self._transfer.write_back(f"{buffer.key}/grads", self._grads[buffer.key], flat_P, adds=False)
+                        self._transfer.write_back(
+                            stream_name("grads", buffer.key), self._grads[buffer.key], flat_P, adds=False
+                        )
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 started.append((buffer, self._reduce(flat_P, buffer, phase), self._adds(buffer)))
@@ -171,7 +175,7 @@ class Reductions:
         is_new = is_held or self._adds(buffer) or not is_same or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
-            held = self._transfer.load(f"{buffer.key}/grads", own_S)
+            held = self._transfer.load(stream_name("grads", buffer.key), own_S)
         return reduce(out_S=None if is_new else held, held_S=held if is_held else None)
 
     def end_oldest(self) -> None:
@@ -184,7 +188,7 @@ class Reductions:
                 self.hook_states[buffer.key] = states
             kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
             measures = self._is_last and kept.numel() == buffer.shard_numel
-            self._transfer.write_back(f"{buffer.key}/grads", kept, mean, adds=is_late, measures=measures)
+            self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late, measures=measures)
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
@@ -222,4 +226,5 @@ def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
         if name not in written:
             start, stop = buffer.layout.bounds(name)
             flat_P[start:stop].zero_()
-    flat_P[buffer.layout.numel :].zero_()
+    if flat_P.numel() > buffer.layout.numel:
+        flat_P[buffer.layout.numel :].zero_()

@@ -10,7 +10,6 @@ from test_rooms import MODULES, files, imports, name_of, tree_of
 FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
-    "fzero.runtime.eager.ForwardBackward": "one state machine, driven by calls of the model, of autograd and of the step",
     "fzero.runtime.offload.Offload": "one update in three placements; its streams and leaves are files of their own",
     "fzero.graph.schedule._Walk": "one pass over a graph, whose tables are its attributes: the captured twin of Sequencer",
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
