@@ -239,6 +239,22 @@ def _reductions(graph: Graph, gathered: Mapping[Node, int]) -> tuple[Reduction, 
     return tuple(reductions)
 
 
+def sending_updates(graph: Graph) -> set[Node]:
+    """If an optimizer sends: its collectives, the gathers of updated parameters, and the nodes that depend on either.
+
+    They keep their order, after all other nodes. Other parts of parameters lie on each rank, so that its update has other nodes,
+    and yet all ranks must send in one order.
+    """
+    purposes = {node: label.purpose for node in graph.nodes if is_collective(node) and (label := label_of(node))}
+    if not {"optimizer", "momentum"} & set(purposes.values()):
+        return set()
+    found = {node for node, purpose in purposes.items() if purpose in ("optimizer", "momentum", "all_gather_params")}
+    for node in graph.nodes:
+        if node.op == "call_function" and any(arg in found for arg in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 class Content(NamedTuple):
     """The part of a collective that belongs to one flat buffer."""
 

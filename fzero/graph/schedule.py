@@ -27,7 +27,7 @@ from typing import Literal, NamedTuple
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from fzero.graph.analysis import Analysis, Gather, analyse, name_units
+from fzero.graph.analysis import Analysis, Gather, analyse, name_units, sending_updates
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph.nodes import (
     ALL_REDUCE,
@@ -36,9 +36,7 @@ from fzero.graph.nodes import (
     flops_of,
     is_cheap,
     is_coding,
-    is_collective,
     is_write,
-    label_of,
     overwrites,
     storages,
     waits_of,
@@ -466,7 +464,7 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
         if node in computes or flops_of(node):
             computes.update(node.all_input_nodes)
     followed = {wait for wait, start in waits.items() if start.target is not ALL_REDUCE or wait not in computes}
-    own_order = _sending_updates(graph)
+    own_order = sending_updates(graph)
     lazy = {user for start in starts for user in start.users if user.target is operator.getitem}
     eager: set[Node] = set()
     last: set[Node] = set()
@@ -492,19 +490,3 @@ def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], optio
     starts = {start: numel for start, numel in starts.items() if start not in own_order}
     waits = {wait: start for wait, start in waits.items() if start not in own_order}
     return _Roles(lazy, eager, writes, last | own_order, starts, waits)
-
-
-def _sending_updates(graph: Graph) -> set[Node]:
-    """If an optimizer sends: its collectives, the gathers of updated parameters, and the nodes that depend on either.
-
-    They keep their order, after all other nodes. Other parts of parameters lie on each rank, so that its update has other nodes,
-    and yet all ranks must send in one order.
-    """
-    purposes = {node: label.purpose for node in graph.nodes if is_collective(node) and (label := label_of(node))}
-    if not {"optimizer", "momentum"} & set(purposes.values()):
-        return set()
-    found = {node for node, purpose in purposes.items() if purpose in ("optimizer", "momentum", "all_gather_params")}
-    for node in graph.nodes:
-        if node.op == "call_function" and any(arg in found for arg in node.all_input_nodes):
-            found.add(node)
-    return found

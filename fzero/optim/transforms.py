@@ -421,9 +421,15 @@ def check_transform_kind(name: str, transform: object) -> None:
         )
 
 
+def _is_unknown(value: Rate) -> bool:
+    """Whether a number is in a tensor that a trace does not read."""
+    return isinstance(value, Tensor) and is_traced()
+
+
 def check_betas(name: str, betas: tuple[Rate, float]) -> None:
     """Raises unless both are in [0, 1)."""
-    if not isinstance(betas, Sequence) or len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not is_pair or not all(_is_unknown(beta) or 0 <= beta < 1 for beta in betas):
         raise ValueError(f"{name}: each of betas must be in [0, 1), got {betas}; 0.9 for the first is usual")
 
 
@@ -440,7 +446,5 @@ def step_spec(param: TensorSpec) -> TensorSpec:
 def check_range(name: str, **values: Rate) -> None:
     """Raises unless all are numbers of at least 0."""
     for field, value in values.items():
-        if isinstance(value, Tensor) and is_traced():  # a graph does not know it
-            continue
-        if not isinstance(value, int | float | Tensor) or not value >= 0:
+        if not _is_unknown(value) and not (isinstance(value, int | float | Tensor) and value >= 0):
             raise ValueError(f"{name}: {field} must be at least 0, got {value!r}; pass a number that is not negative")

@@ -236,7 +236,9 @@ class Updater:
             transform = self._made[rule][1]
         else:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
-            self._made[rule] = (lr, momentum), transform
+            # In a trace an optimizer of fzero's own may derive other rates from the tensor; these belong to the trace.
+            if isinstance(optimizer, UserTransform) or not isinstance(lr, Tensor):
+                self._made[rule] = (lr, momentum), transform
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
@@ -262,10 +264,8 @@ class Updater:
         )
         twin = replace(self, _made={})
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable and self.optimizers[buffer.group].is_elementwise(buffer.rule):
-                twin.transform_of(
-                    buffer, hyper
-                )  # made here, for a trace does not know the numbers that a transform may check
+            if buffer.trainable and isinstance(self.optimizers[buffer.group], UserTransform):
+                twin.transform_of(buffer, hyper)  # made here: it may check its rate, and a trace knows no number
         return twin, hyper
 
     def write(self, traced: Hyper, hyper: Hyper) -> None:

@@ -488,7 +488,9 @@ def test_a_loss_that_is_no_scalar_is_told_as_in_the_eager_step() -> None:
 
 def _with_optimizers(stage: int) -> list[tuple[float, float]]:
     return [
-        _differences(Short, vectors, config(stage, optimizer={"type": name}), num_steps=num_steps)
+        _differences(
+            Short, vectors, config(stage, optimizer={"type": name, "params": {"lr": 0.1}}), num_steps=num_steps
+        )
         for name, num_steps in (("Lamb", 3), ("Adafactor", 3), ("Muon", 1))
     ]
 
@@ -498,7 +500,7 @@ def _with_optimizers(stage: int) -> list[tuple[float, float]]:
 def test_optimizers_that_send_agree_to_rounding(ranks: RankPool, world_size: int, stage: int) -> None:
     """Of Muon one step: its orthogonalisation in bfloat16 amplifies a rounding of the rate in the next ones."""
     for lamb, adafactor, muon in ranks(world_size, _with_optimizers, stage):
-        assert max(*lamb, *adafactor, *muon) < 5e-8  # half of the last bit of a weight of about 1
+        assert max(*lamb, *adafactor, *muon) <= 2**-23  # the last bit of a weight of about 1
 
 
 def test_an_optimizer_that_a_graph_cannot_hold_is_refused() -> None:
@@ -880,8 +882,8 @@ def test_what_cannot_be_explained_or_run_is_told() -> None:
     step = fzero.make_train_step(make(Plain), config(0), **AOT)
     with pytest.raises(ValueError, match=r"explain: needs a batch .* call the step once"):
         step.explain()
-    with pytest.raises(fzero.ConfigError, match=r"optimizer.type: must be elementwise"):
-        fzero.make_train_step(make(Plain), config(0, optimizer={"type": "Muon"})).explain(vectors(0))
+    with pytest.raises(fzero.ConfigError, match=r"optimizer.type: must be one of fzero's own"):
+        fzero.make_train_step(make(Plain), config(0, optimizer={"type": "Adamax"})).explain(vectors(0))
     with pytest.raises(fzero.CompileError, match=r"if x.sum\(\).item\(\) > 0"):
         fzero.make_train_step(Branching(), config(0)).explain(vectors(0))
     paper = fzero.make_train_step(make(Plain), config(3) | TWICE, mesh=fzero.comms.AbstractAxis("data", 4))
