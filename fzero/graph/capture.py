@@ -30,7 +30,7 @@ from fzero.comms.stacked import Stacked, check_draws_nothing
 from fzero.graph.backends import BackendName, make_runner
 from fzero.graph.capture_errors import in_collectives, in_one_graph, too_often
 from fzero.graph.captured import Captured
-from fzero.graph.guards import TensorKind
+from fzero.graph.guards import TensorKind, settings
 from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
 from fzero.graph.tracing import Traced, trace
@@ -64,12 +64,13 @@ class Kind(NamedTuple):
 
     treespec: optree.PyTreeSpec
     leaves: tuple[Any, ...]
+    settings: tuple[Any, ...]
 
     @classmethod
     def of(cls, arguments: Any) -> Self:
-        """Shapes, strides, dtypes and devices of tensors; other leaves as they are."""
+        """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the settings of the day."""
         leaves, treespec = optree.tree_flatten(arguments, none_is_leaf=True)
-        return cls(treespec, tuple(TensorKind.of(x) if isinstance(x, Tensor) else x for x in leaves))
+        return cls(treespec, tuple(TensorKind.of(x) if isinstance(x, Tensor) else x for x in leaves), settings())
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,8 @@ class Compiled:
         for index, (now, then) in enumerate(zip(kind.leaves, self.kind.leaves, strict=True)):
             if type(now) is not type(then) or now != then:
                 return f"leaf {index} of the batch is {now}, and was {then}"
+        if self.kind.settings != kind.settings:
+            return f"the settings of PyTorch are {kind.settings}, and were {self.kind.settings}"
         return self.traced.guard.changed()
 
 

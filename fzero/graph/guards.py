@@ -3,7 +3,9 @@
 Recorded are:
 
 - the attributes of modules that were read, with the contents of lists, dicts and plain objects such as a configuration;
-- the globals that forwards and the loss function name, and what the loss function has in its closure.
+- the globals that methods of the model's classes and the loss function name, and what the loss function has in its closure;
+- of functions and modules among those globals, if they are not a library's: the globals and attributes that are named there;
+- PyTorch's settings that decide which operators run (`settings`).
 
 Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
 of the graph, so that only its shape, dtype and device are compared.
@@ -11,6 +13,7 @@ of the graph, so that only its shape, dtype and device are compared.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -80,9 +83,10 @@ class Guard:
         guard = cls()
         for function in functions:
             guard._record_function(function)
-        for kind in {type(module) for module in model.modules()}:
-            if not kind.__module__.startswith("torch.nn"):
-                guard._record_function(kind.forward)
+        for kind in {base for module in model.modules() for base in type(module).__mro__ if not _is_known(base)}:
+            for method in vars(kind).values():
+                if isinstance(method, FunctionType):
+                    guard._record_function(method)
         names = {id(module): name for name, module in model.named_modules()}
         read: set[tuple[int, str]] = set()
         get = object.__getattribute__
@@ -120,6 +124,9 @@ class Guard:
     def _record_function(self, function: Callable[..., Any]) -> None:
         """The globals that a function names, and its closure; of a callable object its attributes, too."""
         function = getattr(function, "__func__", function)
+        if id(function) in self._seen:
+            return
+        self._seen.add(id(function))
         if not isinstance(function, FunctionType):
             if hasattr(function, "__dict__") and not isinstance(function, _BY_IDENTITY):
                 self._record_contents(vars(function), type(function).__name__, 0)
@@ -127,9 +134,15 @@ class Guard:
             for call in filter(None, calls[:1]):
                 self._record_function(call)
             return
-        for name in _names(function.__code__):
-            if name in function.__globals__:
-                self._record(Place(function.__globals__, name, name), function.__globals__[name])
+        names = _names(function.__code__)
+        for name in names & function.__globals__.keys():
+            value = function.__globals__[name]
+            self._record(Place(function.__globals__, name, name), value)
+            if isinstance(value, FunctionType) and not _is_known(value):
+                self._record_function(value)
+            elif isinstance(value, ModuleType) and not _is_known(value):
+                for attribute in names & vars(value).keys():
+                    self._record(Place(vars(value), attribute, f"{name}.{attribute}"), vars(value)[attribute])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             try:
                 value = cell.cell_contents
@@ -174,6 +187,19 @@ class _Cell(dict[str, Any]):
             return self._cell.cell_contents
         except ValueError:
             return default
+
+
+def settings() -> tuple[Any, ...]:
+    """The settings of PyTorch on which the operators of a function depend."""
+    autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return torch.get_default_dtype(), *autocast, torch.are_deterministic_algorithms_enabled()
+
+
+def _is_known(value: Any) -> bool:
+    """Whether a class, function or module belongs to Python, PyTorch, NumPy or fzero, which change no globals of theirs."""
+    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+    package = str(name).partition(".")[0]
+    return package in ("torch", "numpy", "fzero", "sharding", "builtins") or package in sys.stdlib_module_names
 
 
 def _is_same(now: Any, then: Any) -> bool:

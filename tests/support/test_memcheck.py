@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,21 @@ def found(library: Path, code: str) -> str:
 @pytest.mark.parametrize("fault", DONE)
 def test_harm_to_memory_is_found_and_named(library: Path, fault: str) -> None:
     assert f"{fault}. Process" in found(library, DONE[fault])
+
+
+@pytest.mark.parametrize("change", [1, -1, 16])
+def test_a_look_ends_a_process_whose_freed_memory_was_written_to(change: int) -> None:
+    code = f"""
+import tripwire
+tripwire.look()
+x, y = libc.malloc(600), libc.malloc(600)
+libc.free(x), libc.free(y)
+ctypes.c_int.from_address(y).value += {change}
+tripwire.look()
+"""
+    support = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", HARM + code], cwd=support, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGABRT and "tcache" in done.stderr
 
 
 def test_a_program_without_fault_is_let_alone(library: Path) -> None:
