@@ -54,7 +54,8 @@ class _InTurn(torch.autograd.Function):
     ) -> tuple[Tensor, None]:
         for rank in range(info.batch_size):
             pairs = zip(tensors, in_dims[2:], strict=True)
-            function(*(x if dim is None else x.select(dim, rank) for x, dim in pairs))
+            # Each rank may write into a tensor that is the same on all, such as a gradient in stage 0.
+            function(*(x.clone() if dim is None else x.select(dim, rank) for x, dim in pairs))
         return anchor.new_empty(0), None
 
 

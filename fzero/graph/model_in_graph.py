@@ -22,6 +22,7 @@ from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.graph.remat import BACKWARD
+from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
 from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
@@ -91,8 +92,9 @@ class ModelInGraph:
         """Raises ParameterError if the body changes parameters."""
         versions = {name: tensor._version for name, tensor in tensors.items()}
         yield tensors
-        if any(tensor._version != versions[name] for name, tensor in tensors.items()):
-            raise was_changed(None)
+        changed = [name for name, tensor in tensors.items() if has_changed(tensor)]
+        if changed or any(tensor._version != versions[name] for name, tensor in tensors.items()):
+            raise was_changed(changed[0] if changed else None)
 
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor
@@ -101,7 +103,7 @@ class ModelInGraph:
 
         Writes the module buffers of the state.
         """
-        tensors = {name: tensor.detach() for name, tensor in self._ranks.each(self._cut)(state.params).items()}
+        tensors = {name: alone(tensor).detach() for name, tensor in self._ranks.each(self._cut)(state.params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
         are_sums: list[bool] = []
 

@@ -158,7 +158,7 @@ class _Tracing:
             self.kept, self.replaced = _set_by(before)
             kept = [place.get() for place in self.kept]
             results = [_value(x) for x in (*leaves, *kept) if isinstance(x, Tensor)]
-            changed = [(x, _value(now)) for x, now in zip(given, inputs, strict=True) if _has_changed(now)]
+            changed = [(x, _value(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)]
         for x, now in changed:
             x.copy_(now)
         return results
@@ -186,7 +186,15 @@ def _value(x: Tensor) -> Tensor:
     return value
 
 
-def _has_changed(x: FunctionalTensor) -> bool:
+def alone(x: Tensor) -> Tensor:
+    """The same values; in a trace a tensor that shares its memory with no other one, so that `has_changed` is about it alone."""
+    return FunctionalTensor.to_functional(_value(x)) if isinstance(x, FunctionalTensor) else x
+
+
+def has_changed(x: Tensor) -> bool:
+    """Whether a traced function has written into the tensor, by whatever way (`.data` is one)."""
+    if not isinstance(x, FunctionalTensor):
+        return False
     _sync(x)
     return bool(_is_written(x.elem))
 

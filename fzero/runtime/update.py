@@ -38,6 +38,7 @@ from sharding.views import torch_dtype
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
 
+NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
 
@@ -228,7 +229,7 @@ class Updater:
         if not optimizer.is_elementwise(buffer.rule):
             contents = optim.ShardContents.whole(buffer.layout)
             if buffer.flow.updates == "shard":
-                stack, join = partial(_stack, mesh or self._ranks), partial(_join, mesh or self._ranks)
+                stack, join = partial(_stack, mesh or self.mesh), partial(_join, mesh or self.mesh)
                 contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
             transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
@@ -247,7 +248,7 @@ class Updater:
 
     @property
     def _ranks(self) -> RankMesh:
-        assert self.mesh is not None, "a step on an AbstractAxis updates nothing"
+        assert self.mesh is not None, NO_RANKS
         return self.mesh
 
     # --- in a graph ----------------------------------------------------------------------------------------------
@@ -285,11 +286,13 @@ def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:
     )
 
 
-def _stack(mesh: AxisMesh[Any], partial_1K: Tensor) -> Tensor:
+def _stack(mesh: AxisMesh[Any] | None, partial_1K: Tensor) -> Tensor:
+    assert mesh is not None, NO_RANKS
     return mesh.stack(partial_1K[0], label=Label("optimizer", phase="update"))
 
 
-def _join(mesh: AxisMesh[Any], shard_S: Tensor) -> Tensor:
+def _join(mesh: AxisMesh[Any] | None, shard_S: Tensor) -> Tensor:
+    assert mesh is not None, NO_RANKS
     return mesh.all_gather(shard_S, mesh.axes, label=Label("momentum", phase="update"))
 
 

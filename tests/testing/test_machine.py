@@ -266,7 +266,7 @@ def test_a_transform_that_looks_at_its_neighbours_is_found() -> None:
         transform = staticmethod(sgd_of_differences)
 
     with (
-        patch("fzero.plans.param_groups.check_elementwise"),
+        patch("fzero.optim.check_elementwise"),
         pytest.raises(AssertionError, match=f"{NUMBERS}|{PADDING}"),
     ):
         run(OfDifferences)
