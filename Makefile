@@ -28,10 +28,10 @@ demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: env lint  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not long and not nightly" $(ARGS)
+	HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not long and not nightly" $(ARGS)
 
-test-all: env  ## the long tests that `make test` leaves out; the last lines compare each file's time with its budget
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "long and not nightly" $(ARGS)
+test-all: env  ## the long tests, and the property tests with more examples; the last lines compare times with budgets
+	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "(long or property) and not nightly" $(ARGS)
 
 nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
 	seed=$${ZOO_SEED:-$$(date +%s)}; echo "ZOO_SEED=$$seed"; \

@@ -120,7 +120,8 @@ def make_train_step(
         donate: whether the step may write into the state that it gets; using that state again raises. False works on a copy;
             state in files cannot be copied.
         lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. It must
-            return the same number on all ranks, which is checked. (Metrics are the same on all ranks, a rank's own loss is not.)
+            return the same number on all ranks, which is checked. (It may depend on metrics, which are the same on all ranks,
+            but not on a rank's own loss.)
         schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on
             it in every step, for models whose units run in a data-dependent order; slower, and nothing is prefetched.
         checkpoint: the modules for activation checkpointing: they keep only their inputs for the backward, and run again in it. A
@@ -137,7 +138,7 @@ def make_train_step(
         compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
         check_params: when to compare the values of parameters before and after a forward: in the `"first"` forward of each kind
             (training, evaluation), or `"always"`. A forward must not change parameters. The comparison finds changes through
-            `.data`, and reads all parameters twice. A change that PyTorch counts is an error in every step.
+            `.data`, and reads all parameters twice. A change that PyTorch's version counter sees is an error in every step.
         seed: the seed of initial values on `meta` (equal on all ranks) and of dropout (different on each rank).
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose

@@ -68,7 +68,7 @@ class Kind(NamedTuple):
 
     @classmethod
     def of(cls, arguments: Any) -> Self:
-        """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the settings of the day."""
+        """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the present settings of PyTorch."""
         leaves, treespec = optree.tree_flatten(arguments, none_is_leaf=True)
         return cls(treespec, tuple(TensorKind.of(x) if isinstance(x, Tensor) else x for x in leaves), settings())
 

@@ -4,7 +4,7 @@ Recorded are:
 
 - the attributes of modules that were read, with the contents of lists, dicts and plain objects such as a configuration;
 - the globals that methods of the model's classes and the loss function name, and what the loss function has in its closure;
-- of functions and modules among those globals, if they are not a library's: the globals and attributes that are named there;
+- if such a global is a function, and no library's: the globals that it names; if it is a module: the attributes that are named;
 - PyTorch's settings that decide which operators run (`settings`).
 
 Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
@@ -47,7 +47,7 @@ class Place:
 
 
 class TensorKind(NamedTuple):
-    """What of a tensor a graph depends on."""
+    """The properties of a tensor on which a graph depends."""
 
     shape: torch.Size
     stride: tuple[int, ...]

@@ -65,7 +65,8 @@ class ModelInGraph:
         self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
-        # A module under two names gets its tensors under one: functional_call could not restore a slot that it fills twice.
+        # If a module has two names, its tensors are passed under one: functional_call cannot restore an attribute that it sets
+        # twice.
         slots: set[str] = set()
         for name, module in model.named_modules():
             for listed in (module.named_parameters, module.named_buffers):
@@ -73,7 +74,7 @@ class ModelInGraph:
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         reduces_by_sum = not rules.is_mean
         self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
-        # Weak, for a model may be moved to `meta` to free its own parameters.
+        # Weak references: a model may be moved to `meta` to free its own parameters.
         self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 

@@ -237,7 +237,7 @@ class StepFunctions:
         return norm_parts(rules, measured, shards, graph.num_shards, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
-        """Makes module buffers equal on all ranks as in the eager step, but also those that did not change."""
+        """Makes module buffers equal on all ranks, by the rule of the eager step. It also sends those that did not change."""
         by_dtype: dict[torch.dtype, list[str]] = {}
         for name, tensor in buffers.items():
             if self._graph.world.size > 1 and tensor.numel():

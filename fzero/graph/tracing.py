@@ -8,10 +8,11 @@
 2. Functional tensors stand for the arguments, so that the graph has no in-place operator. A `copy_` at its end writes each
    argument that the function has changed.
 3. Tensors that the function finds elsewhere become inputs of the graph: attributes of modules, and tensors that it holds
-   (`constants`). The graph reads their values of the day.
-4. Attributes that the function sets are set after each run: to a result of the graph, or to the value of the day of the trace.
+   (`constants`). The graph reads their values at each run.
+4. Attributes that the function sets are set again after each run: to a result of the graph, or to the value that they got
+   during the trace.
 
-What else the function read is in `Traced.guard`; while it is unchanged, the graph is the function.
+`Traced.guard` holds everything else that the function read. The graph is valid while these values are unchanged.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
-    """Makes the tensors that a graph holds its inputs; returns them. Those made by the trace itself stay in the graph."""
+    """Turns the tensors that a graph holds into inputs of the graph, and returns them. Those made by the trace itself stay."""
     graph, constants = module.graph, list[Tensor]()
     by_name: dict[str, Node] = {}
     last = graph.find_nodes(op="placeholder")[-1]

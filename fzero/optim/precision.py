@@ -40,7 +40,7 @@ class Dtypes(NamedTuple):
     master: str
     """The dtype that the optimizer updates; if it differs from `param`, there is a second copy."""
     optimizer: str
-    """The dtype of the optimizer's state of the parameter's shape."""
+    """The dtype of those tensors of the optimizer's state that have the parameter's shape."""
 
     def __str__(self) -> str:
         master = "which are the master" if self.master == self.param else f"master {self.master}"
@@ -278,8 +278,8 @@ def _write(
 def long_leaves(transform: Transform) -> list[bool]:
     """Per tensor of the transform's state, whether it has the parameter's shape.
 
-    This asks a transform about a flat tensor of any length. Of the state of a given flat buffer, `FlatParamPlan.is_long` says
-    the same, and asks the specs, too.
+    This asks a transform about a flat tensor of any length. For the state of a given flat buffer, use
+    `FlatParamPlan.is_long`, which asks the specs, too.
     """
     return [spec.shape == _PROBE.shape for spec in _probed(transform.specs)]
 

@@ -1,7 +1,7 @@
 """`BufferDataflow`: how the tensors of one flat buffer flow through a step. The rules of the ZeRO stages, stated once.
 
 1. The shards of the parameters are gathered over `gathers_over`; the model computes with full parameters.
-2. Micro-steps collect gradients: in full, reduced with the last one, or reduced each time, as a shard.
+2. Micro-steps collect gradients in full (the last micro-step reduces them), or as a shard (every micro-step reduces its own).
 3. A reduction is a reduce-scatter over `scatters_over`, and then an all-reduce over `sums_over`.
 4. A rank updates all elements, or its shard.
 5. If a rank holds more of the parameters than it updates, the updated shards are all-gathered over `joins_over`.
@@ -44,7 +44,8 @@ class BufferDataflow:
     Attributes:
         gathers_over: the axes over which parameters are sharded, and gathered before their use; empty if every rank holds all.
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
-        sums_over: the axes of the all-reduce that follows: the replicate axes, for shards; in stage 0 all axes, for all elements.
+        sums_over: the axes of the all-reduce that follows: for shards the replicate axes; in stage 0 all axes, and it covers
+            all elements.
         reduces_to: the part of the reduced gradient that a rank gets.
         collects: the part of the gradient that a rank adds up over micro-steps.
         updates: the part of the parameters that a rank updates.

@@ -82,7 +82,7 @@ class UnitScheduler:
         self.wish: Event | None = None
         self._rest: Iterator[Event] = iter(())  # the wishes after this one
         self._run = _Run()
-        self._since = 0  # where the first forward since a backward begins in `executed`
+        self._since = 0  # the index in `executed` at which the first forward after the last backward begins
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
         self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
@@ -122,7 +122,7 @@ class UnitScheduler:
         )  # also in forwards before the last backward
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
-        """The order of the run that ended, as later ones follow it, and whether it contains all blocks (`is_whole`)."""
+        """The order that later runs follow, made from the run that ended, and whether that run has all blocks (`is_whole`)."""
         events = self.executed[self._run.begun :]
         before = self.executed[self._since : self._run.begun]
         forward, backward = (events, []) if run[0] == "forward" else (before, events)

@@ -49,7 +49,8 @@ class Outcome(NamedTuple):
     norm: Tensor
     overflow: Tensor
     ok: Tensor
-    """Whether the step is valid: it updates, or skips an overflow that may be skipped. If not, it only writes `state.grads`."""
+    """Whether the step is valid. A valid step updates, or skips an overflow where that is allowed. An invalid one only writes
+    `state.grads`."""
     loss_scale: LossScale[Tensor]
     """The loss scale of the next step."""
 

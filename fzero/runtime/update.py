@@ -78,7 +78,7 @@ class Updater:
         optimizers, rates: the optimizer and the learning rate of each parameter group; a rate is a function of the number of
             updates so far.
         momentum: the first beta as such a function, if a schedule changes it.
-        places: the first element of each flat buffer among all elements, where rounding is stochastic.
+        places: if rounding is stochastic: the index of each flat buffer's first element among all elements.
     """
 
     plan: Plan
@@ -237,7 +237,7 @@ class Updater:
             transform = self._made[rule][1]
         else:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
-            # In a trace an optimizer of fzero's own may derive other rates from the tensor; these belong to the trace.
+            # In a trace, fzero's own optimizers may compute further rates from the tensor; these belong to the trace.
             if isinstance(optimizer, UserTransform) or not isinstance(lr, Tensor):
                 self._made[rule] = (lr, momentum), transform
         if skip is not None:
@@ -254,7 +254,7 @@ class Updater:
     # --- in a graph ----------------------------------------------------------------------------------------------
 
     def traced(self, device: torch.device) -> tuple[Self, Hyper]:
-        """The updater of a graph, and the numbers of an update as tensors, not yet written, from which the graph reads them."""
+        """The updater of a graph, and the tensors (not yet written) from which the graph reads the numbers of an update."""
         masters = [torch_dtype(buffer.dtypes.master) for buffer in self.plan.flat_buffers]
         dtype = torch.float64 if torch.float64 in masters else torch.float32
         hyper = Hyper(

@@ -169,6 +169,7 @@ def test_the_update_of_a_shard_is_the_shard_of_the_update_bit_for_bit(name: str,
     assert all(own == calls[0] for own in calls), "every rank must call the collectives in the same order"
 
 
+@pytest.mark.covering(1)
 @every_transform
 @pytest.mark.parametrize("multiple_of", [1, 32])
 def test_large_parameters_have_the_same_bits_on_three_ranks(name: str, multiple_of: int) -> None:

@@ -285,6 +285,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         raise Ended
 
     monkeypatch.setattr(os, "_exit", end)
+    monkeypatch.setattr("fzero.profiling.machine.matrix_rate", lambda *_: 1e10)  # measured in seconds
 
     def ask(mode: Any, **more: Any) -> Path:
         out = tmp_path / "out"
