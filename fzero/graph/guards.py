@@ -115,9 +115,7 @@ class Guard:
             if now is not then and not _is_same(now, then):
                 return f"{place.name} == {now!r:.80}, and was {then!r:.80}"
         for name, container, contents in self._contents:
-            if container and not _is_same_content(container, contents):
-                return f"the contents of {name}"
-            if not container and contents:
+            if not _is_same_content(container, contents):
                 return f"the contents of {name}"
         return None
 
