@@ -3,7 +3,8 @@
 Recorded are:
 
 - the attributes of modules that were read, with the contents of lists, dicts and plain objects such as a configuration;
-- the globals that methods of the model's classes and the loss function name, and what the loss function has in its closure;
+- the globals that the forwards of the model's classes and the loss function name, and what the loss function has in its closure;
+  of classes that are no installed package's, the globals that all their methods name;
 - if such a global is a function, and no library's: the globals that it names; if it is a module: the attributes that are named;
 - PyTorch's settings that decide which operators run (`settings`).
 
@@ -14,6 +15,7 @@ of the graph, so that only its shape, dtype and device are compared.
 from __future__ import annotations
 
 import sys
+import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ _BY_VALUE = (int, float, complex, str, bytes, torch.Size)
 _BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 _OF_THE_STATE = ("_parameters", "_buffers", "_modules", "__dict__", "__class__")
 _DEEPEST = 4
+_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +86,9 @@ class Guard:
         guard = cls()
         for function in functions:
             guard._record_function(function)
-        for kind in {base for module in model.modules() for base in type(module).__mro__ if not _is_known(base)}:
-            for method in vars(kind).values():
+        for kind in {base for module in model.modules() for base in type(module).__mro__}:
+            methods = [vars(kind).get("forward")] if _is_installed(kind) else list(vars(kind).values())
+            for method in methods if kind.__module__.partition(".")[0] != "torch" else ():
                 if isinstance(method, FunctionType):
                     guard._record_function(method)
         names = {id(module): name for name, module in model.named_modules()}
@@ -136,9 +140,9 @@ class Guard:
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
             self._record(Place(function.__globals__, name, name), value)
-            if isinstance(value, FunctionType) and not _is_known(value):
+            if isinstance(value, FunctionType) and not _is_installed(value):
                 self._record_function(value)
-            elif isinstance(value, ModuleType) and not _is_known(value):
+            elif isinstance(value, ModuleType) and not _is_installed(value):
                 for attribute in names & vars(value).keys():
                     self._record(Place(vars(value), attribute, f"{name}.{attribute}"), vars(value)[attribute])
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
@@ -158,8 +162,8 @@ class Guard:
         if isinstance(value, _BY_IDENTITY) or id(value) in self._seen or depth > _DEEPEST:
             return
         if isinstance(value, dict):
-            items: Mapping[Any, Any] = value
-            contents: Any = dict(value)
+            items: Mapping[Any, Any] = dict(dict.items(value))  # a subclass may make a new object in each access
+            contents: Any = items
         elif isinstance(value, list | set | tuple):
             items, contents = dict(enumerate(value)), type(value)(value) if type(value) in (list, set) else tuple(value)
         elif hasattr(value, "__dict__") and not isinstance(value, TensorKind):
@@ -193,11 +197,14 @@ def settings() -> tuple[Any, ...]:
     return torch.get_default_dtype(), *autocast, torch.are_deterministic_algorithms_enabled()
 
 
-def _is_known(value: Any) -> bool:
-    """Whether a class, function or module belongs to Python, PyTorch, NumPy or fzero, which change no globals of theirs."""
-    name = value.__name__ if isinstance(value, ModuleType) else value.__module__
-    package = str(name).partition(".")[0]
-    return package in ("torch", "numpy", "fzero", "sharding", "builtins") or package in sys.stdlib_module_names
+def _is_installed(value: Any) -> bool:
+    """Whether a class, function or module belongs to fzero, Python or an installed package, whose globals are not followed."""
+    name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
+    package = name.partition(".")[0]
+    if package in ("fzero", "sharding") or package in sys.stdlib_module_names:
+        return True
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and file.startswith(_INSTALLED)
 
 
 def _is_same(now: Any, then: Any) -> bool:
@@ -218,7 +225,7 @@ def _is_same_content(now: Any, then: Any) -> bool:
     if len(now) != len(then):
         return False
     if isinstance(then, dict):
-        return all(key in now and _is_equal(now[key], value) for key, value in then.items())
+        return all(_is_equal(dict.get(now, key, _MISSING), value) for key, value in then.items())
     if isinstance(then, set):
         return bool(now == then)
     return all(map(_is_equal, now, then))

@@ -116,6 +116,7 @@ def trace(
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(marked(model, regions))
         stack.enter_context(_as_compiling())
+        stack.enter_context(_without_mkldnn())
         stack.enter_context(_pure())
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tracing.inputs]
         with torch.enable_grad():
@@ -265,6 +266,17 @@ def _as_compiling() -> Iterator[None]:
     finally:
         torch.compiler._is_compiling_flag = before
         FunctionalTensor.__repr__ = text  # type: ignore[assignment, method-assign]
+
+
+@contextmanager
+def _without_mkldnn() -> Iterator[None]:
+    """Inside, an LSTM is made of simple operators: the backward of oneDNN's needs a tensor that a trace does not have."""
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
 
 
 @contextmanager
