@@ -29,7 +29,9 @@ from torch import Tensor, nn
 _MISSING = object()
 _BY_VALUE = (int, float, complex, str, bytes, torch.Size)
 _BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
-_OF_THE_STATE = ("_parameters", "_buffers", "_modules", "__dict__", "__class__")
+OF_RECURRENT = ("_flat_weights", "_flat_weight_refs")
+"""Lists of a recurrent module's own parameters."""
+_OF_THE_STATE = ("_parameters", "_buffers", "_modules", "__dict__", "__class__", *OF_RECURRENT)
 _DEEPEST = 4
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 

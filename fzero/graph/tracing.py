@@ -34,7 +34,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fzero.graph.guards import Guard, Place
+from fzero.graph.guards import OF_RECURRENT, Guard, Place
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.runtime.module_binding import attributes_kept
@@ -208,7 +208,7 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
     for name, now, then in before:
         for key, value in now.items():
             place = Place(now, key, f"{name}.{key}" if name else key)
-            if then.get(key, now) is value or key == "_flat_weights":  # a list of the module's own parameters
+            if then.get(key, now) is value or key in OF_RECURRENT:
                 continue
             if isinstance(value, Tensor):
                 if value.requires_grad:
