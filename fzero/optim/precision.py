@@ -15,7 +15,7 @@ import importlib
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -213,20 +213,20 @@ def mixed_precision(
         starts = range(0, numel, size) if numel > size else (0,)
         widen = _Widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
         for start in starts:
-            part = slice(start, start + size) if len(starts) > 1 else slice(None)
-            wide_grad, narrow_param = widen(grad[part], "grad"), param[part]
+            tile_of = partial(_slice, start=start, stop=start + size) if len(starts) > 1 else _all
+            wide_grad, narrow_param = widen(tile_of(grad), "grad"), tile_of(param)
             if factor is not None:
                 wide_grad.mul_(factor.to(dtype))
             # Counters advance once, with the last tile.
             is_last = start == starts[-1]
-            old = [x[part] if long else x if is_last else x.clone() for x, long in zip(leaves, is_long, strict=True)]
+            old = [tile_of(x) if long else x if is_last else x.clone() for x, long in zip(leaves, is_long, strict=True)]
             wide = [widen(x, i) if cast else x for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))]
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
             if not all(map(is_, narrows, news)):
                 _write(separate(news, narrows), narrows, [True, *is_cast], rounding, start)
             if out is not None:
-                out[part].copy_(narrow_param)
+                tile_of(out).copy_(narrow_param)
         return grad, param, state
 
     def update_fused(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
@@ -245,6 +245,15 @@ def mixed_precision(
         )
 
     return Transform(init, update, specs, fused=(update, update_fused))
+
+
+def _slice(x: Tensor, start: int, stop: int) -> Tensor:
+    return x[start:stop]
+
+
+def _all(x: Tensor) -> Tensor:
+    """The tensor itself: a write into a view of it would be a further copy in a graph."""
+    return x
 
 
 class _Widener:
