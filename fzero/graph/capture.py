@@ -70,7 +70,24 @@ class Kind(NamedTuple):
     def of(cls, arguments: Any) -> Self:
         """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the present settings of PyTorch."""
         leaves, treespec = optree.tree_flatten(arguments, none_is_leaf=True)
-        return cls(treespec, tuple(TensorKind.of(x) if isinstance(x, Tensor) else x for x in leaves), settings())
+        return cls(treespec, tuple(map(_kind_of, leaves)), settings())
+
+
+def _kind_of(leaf: Any) -> Any:
+    """What of a leaf is compared: its text where equal floats differ (0.0 and -0.0) or one is not equal to itself."""
+    if isinstance(leaf, Tensor):
+        return TensorKind.of(leaf)
+    if isinstance(leaf, float):
+        return leaf.hex()
+    if isinstance(leaf, set):
+        return frozenset(leaf)
+    if type(leaf).__hash__ is None or any(isinstance(x, Tensor) for x in getattr(leaf, "__dict__", {}).values()):
+        raise ValueError(
+            f"batch: must be of tensors, numbers and texts in tuples, lists and dicts where the step is one graph, got a "
+            f"{type(leaf).__name__}, whose contents a graph would not read anew; take its tensors out (dict(batch), "
+            f"torch.from_numpy), or pass compile='block'"
+        )
+    return leaf
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,7 +223,12 @@ class CompiledStep:
             compiled = self._compile(function, (state, *further), kind)
             known.append(compiled)
         tensors = [x for x in optree.tree_leaves((state, *further), none_is_leaf=True) if isinstance(x, Tensor)]
-        with torch.no_grad(), in_collectives(type(self._model).__name__):
+        # The graph holds the casts of an autocast around the step, and what is cast nowhere must not be cast now.
+        with (
+            torch.no_grad(),
+            torch.autocast(self._device.type, enabled=False),
+            in_collectives(type(self._model).__name__),
+        ):
             result = compiled.traced.call(compiled.run, tensors)
         for observe in self._observers:
             for record in compiled.sent:

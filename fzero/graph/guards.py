@@ -14,8 +14,10 @@ of the graph, so that only its shape, dtype and device are compared.
 
 from __future__ import annotations
 
+import logging
 import sys
 import sysconfig
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,16 +25,23 @@ from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, Self
 
+import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 _MISSING = object()
 _BY_VALUE = (int, float, complex, str, bytes, torch.Size)
 _BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 OF_RECURRENT = ("_flat_weights", "_flat_weight_refs")
 """Lists of a recurrent module's own parameters."""
-_OF_THE_STATE = ("_parameters", "_buffers", "_modules", "__dict__", "__class__", *OF_RECURRENT)
-_DEEPEST = 4
+_OF_THE_STATE = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "__dict__", "__class__", *OF_RECURRENT,
+)  # fmt: skip
+_DEEPEST = 6
+_CHANGEABLE = (list, set, dict, deque)
+_MOST_BYTES = 2**16
 _INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
@@ -77,6 +86,8 @@ class Guard:
         self._values: list[tuple[Place, Any]] = []
         self._contents: list[tuple[str, Any, Any]] = []
         self._seen: set[int] = set()
+        self._attributes: set[int] = set()  # the `vars` of objects
+        self._cached: list[Any] = []  # functions with lru_cache
 
     @classmethod
     @contextmanager
@@ -93,20 +104,27 @@ class Guard:
             for method in methods if kind.__module__.partition(".")[0] != "torch" else ():
                 if isinstance(method, FunctionType):
                     guard._record_function(method)
+                else:
+                    guard._record_contents(method, kind.__name__, _DEEPEST)
+        for name, module in model.named_modules():
+            guard._attributes.add(id(module._modules))
+            guard._contents.append((f"the modules of {name or 'model'}", module._modules, dict(module._modules)))
         names = {id(module): name for name, module in model.named_modules()}
         read: set[tuple[int, str]] = set()
         get = object.__getattribute__
 
         def access(self: nn.Module, key: str) -> Any:
-            value = get(self, key)
             at = (id(self), key)
             if at not in read and at[0] in names and key not in _OF_THE_STATE:
                 read.add(at)
-                own = get(self, "__dict__")
-                if key in own:
-                    prefix = f"{names[at[0]]}." if names[at[0]] else ""
-                    guard._record(Place(own, key, f"model.{prefix}{key}"), value)
-            return value
+                own, kind = get(self, "__dict__"), type(self)
+                name = f"model.{names[at[0]]}{'.' if names[at[0]] else ''}{key}"
+                if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
+                    guard._record(Place(own, key, name), own.get(key, _MISSING))
+                    base = next((base for base in kind.__mro__ if key in vars(base)), nn.Module)
+                    if not _is_installed(base):
+                        guard._record(Place(vars(base), key, f"{base.__name__}.{key}"), vars(base)[key])  # type: ignore[arg-type]
+            return get(self, key)
 
         nn.Module.__getattribute__ = access  # type: ignore[method-assign, assignment]
         try:
@@ -119,15 +137,31 @@ class Guard:
         for place, then in self._values:
             now = place.get()
             if now is not then and not _is_same(now, then):
-                return f"{place.name} == {now!r:.80}, and was {then!r:.80}"
+                return f"{place.name} == {_text(now)}, and was {_text(then)}"
         for name, container, contents in self._contents:
-            if not _is_same_content(container, contents):
+            if (contents or len(container)) and not _is_same_content(container, contents):
                 return f"the contents of {name}"
         return None
 
+    def undo(self) -> str | None:
+        """Undoes what the body has done to the contents of containers; returns the name of one, or None.
+
+        An object keeps its new attributes, unless one is a tensor of the trace: then the next capture sees them.
+        """
+        for cached in self._cached:
+            cached.cache_clear()  # it may hold tensors of the trace
+        changed = [x for x in self._contents if isinstance(x[1], _CHANGEABLE) and not _is_same_content(*x[1:])]
+        changed = [x for x in changed if id(x[1]) not in self._attributes or has_traced(x[1])]
+        for _, container, contents in changed:
+            container.clear()
+            container.extend(contents) if isinstance(container, list | deque) else container.update(contents)
+        return changed[0][0] if changed else None
+
     def _record_function(self, function: Callable[..., Any]) -> None:
         """The globals that a function names, and its closure; of a callable object its attributes, too."""
-        function = getattr(function, "__func__", function)
+        if isinstance(function, MethodType):
+            self._record_method(function)
+            return
         if id(function) in self._seen:
             return
         self._seen.add(id(function))
@@ -138,6 +172,8 @@ class Guard:
             for call in filter(None, calls[:1]):
                 self._record_function(call)
             return
+        self._record_contents(vars(function), function.__name__, 0)
+        self._record_contents(function.__defaults__, f"the defaults of {function.__name__}", 0)
         names = _names(function.__code__)
         for name in names & function.__globals__.keys():
             value = function.__globals__[name]
@@ -154,6 +190,22 @@ class Guard:
                 continue
             self._record(Place(_Cell(cell), name, name), value)
 
+    def _record_method(self, method: MethodType) -> None:
+        """As `_record_function`, and the attributes of its object that it and the methods that it calls name."""
+        owner, function = method.__self__, method.__func__
+        self._record_function(function)
+        own = vars(owner) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module | type) else {}
+        names, found = {function.__name__} if own else set(), set[str]()
+        while names - found:
+            name = (names - found).pop()
+            found.add(name)
+            called = function if name == function.__name__ else getattr(type(owner), name, None)
+            if name in own:
+                self._record(Place(own, name, f"{type(owner).__name__}.{name}"), own[name])
+            elif isinstance(called, FunctionType):
+                self._record_function(called)
+                names |= _names(called.__code__)
+
     def _record(self, place: Place, value: Any, depth: int = 0) -> None:
         if isinstance(value, Tensor) and place.name.startswith("model."):
             value = TensorKind.of(value)
@@ -161,16 +213,28 @@ class Guard:
         self._record_contents(value, place.name, depth)
 
     def _record_contents(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, FunctionType | MethodType) and not _is_installed(value):
+            self._record_function(value)
+        if hasattr(value, "cache_clear") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+            self._cached.append(value)
         if isinstance(value, _BY_IDENTITY) or id(value) in self._seen or depth > _DEEPEST:
             return
         if isinstance(value, dict):
-            items: Mapping[Any, Any] = dict(dict.items(value))  # a subclass may make a new object in each access
-            contents: Any = items
-        elif isinstance(value, list | set | tuple):
+            items: Mapping[Any, Any] = dict(dict.items(value))  # a subclass may make its values anew
+            contents: Any = dict(items)
+        elif isinstance(value, list | set | tuple | deque):
             items, contents = dict(enumerate(value)), type(value)(value) if type(value) in (list, set) else tuple(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, TensorKind):
+        elif hasattr(value, "tobytes") and getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES:  # an array of NumPy
+            items, contents = {}, value.tobytes()
+        elif isinstance(value, logging.Logger | TensorKind):
+            return
+        elif hasattr(value, "__dict__"):
             items, contents = vars(value), dict(vars(value))
             value = vars(value)
+            self._attributes.add(id(value))
+        elif hasattr(type(value), "__slots__") and not _is_installed(type(value)):
+            value = items = _Slots(value)
+            contents = dict(items)
         else:
             return
         self._seen.add(id(value))
@@ -193,6 +257,23 @@ class _Cell(dict[str, Any]):
             return default
 
 
+class _Slots(Mapping[str, Any]):
+    """The attributes of an object whose class has `__slots__`."""
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> Any:
+        return getattr(self._owner, key)
+
+    def __iter__(self) -> Iterator[str]:
+        names = (name for kind in type(self._owner).__mro__ for name in vars(kind).get("__slots__", ()))
+        return (name for name in names if hasattr(self._owner, name))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
 def settings() -> tuple[Any, ...]:
     """The settings of PyTorch on which the operators of a function depend."""
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
@@ -207,6 +288,21 @@ def _is_installed(value: Any) -> bool:
         return True
     file = getattr(sys.modules.get(name), "__file__", None)
     return file is not None and file.startswith(_INSTALLED)
+
+
+def has_traced(value: Any) -> bool:
+    """Whether a value is, or holds, a tensor of a trace, also as an attribute of an object in it."""
+    leaves = optree.tree_leaves(value, is_leaf=lambda x: isinstance(x, Mapping) and type(x) is not dict)
+    inside = [vars(x) for x in leaves if hasattr(x, "__dict__") and not isinstance(x, _BY_IDENTITY)]
+    inside += [dict(x) for x in leaves if isinstance(x, Mapping)]
+    found = [*leaves, *optree.tree_leaves(inside)]
+    return any(isinstance(x, FunctionalTensor | FakeTensor) for x in found)
+
+
+def _text(value: Any) -> str:
+    return (
+        str(TensorKind.of(value)) if isinstance(value, Tensor) else "missing" if value is _MISSING else f"{value!r:.80}"
+    )
 
 
 def _is_same(now: Any, then: Any) -> bool:
@@ -224,10 +320,13 @@ def _is_equal(now: Any, then: Any) -> bool:
 
 
 def _is_same_content(now: Any, then: Any) -> bool:
+    if isinstance(then, bytes):
+        return bool(now.tobytes() == then)
     if len(now) != len(then):
         return False
     if isinstance(then, dict):
-        return all(_is_equal(dict.get(now, key, _MISSING), value) for key, value in then.items())
+        held = dict.items(now) if isinstance(now, dict) else now.items()
+        return all(key in then and _is_equal(value, then[key]) for key, value in held)
     if isinstance(then, set):
         return bool(now == then)
     return all(map(_is_equal, now, then))

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fzero.comms.collectives import labelled
@@ -123,7 +124,7 @@ class ModelInGraph:
             loss, row = self._ranks.each(forward)(tensors, state.buffers, batch, numbers, state.loss_scale.scale)
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
-        with torch.fx.traceback.annotate(BACKWARD):
+        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**tensors, **state.buffers}):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
@@ -154,9 +155,7 @@ class ModelInGraph:
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
-        for alias, owner in self._aliases.items():
-            tensors[alias] = tensors[owner]
-        given = {f"model.{name}": tensor for name, tensor in tensors.items()}
+        given = self._named(tensors)
         with self._reads_from(tensors):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         for name, tensor in tensors.items():
@@ -173,6 +172,21 @@ class ModelInGraph:
                     raise wrong_kind(name, buffer_, now)
                 buffer_.copy_(now.detach())
         return loss, weight
+
+    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors by their names in `_module`; adds those of aliases to `tensors`."""
+        for alias, owner in self._aliases.items():
+            tensors[alias] = tensors[owner]
+        return {f"model.{name}": tensor for name, tensor in tensors.items()}
+
+    @contextmanager
+    def _in_backward(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+        """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with `tensors`, too."""
+        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
+            yield
+            return
+        with _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors):
+            yield
 
     @contextmanager
     def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:

@@ -21,7 +21,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizers import TorchOptimizer
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
-from fzero.runtime.batches import without_memory
+from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected
 from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
@@ -127,14 +127,14 @@ class GraphProgram:
         run.learned.num_passes += 1
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         given = TrainState(state.step, state.params, {}, {}, {}, buffers, state.loss_scale, {}, {})
-        return self.compiled.evaluate(given, run.batches.cast(batch))
+        return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
 
     def _run(
         self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
     ) -> tuple[T, dict[str, Tensor], dict[str, Tensor], dict[str, dict[str, Any]]]:
         """The result of a graph, then the module buffers, the random state and the states of comm hooks after it."""
         run.learned.num_passes += 1
-        batches = [run.batches.cast(batch) for batch in micro_batches]
+        batches = [run.batches.cast(plain(batch)) for batch in micro_batches]
         buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))  # the graph writes them
         given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):

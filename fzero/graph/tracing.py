@@ -20,6 +20,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -29,19 +30,22 @@ import optree
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
-from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx import Graph, GraphModule, Node, Proxy
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.graph.guards import OF_RECURRENT, Guard, Place
+from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.runtime.module_binding import attributes_kept
-from fzero.runtime.own_params import late
+from fzero.runtime.own_params import StandIn, late
 
 _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
+_ONE_AT_A_TIME = threading.RLock()
 _FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
 
 
@@ -62,6 +66,7 @@ class Traced:
         others: the result's leaves; None where the graph returns a tensor.
         kept: the attributes that become further results of the graph.
         replaced: the attributes that get other values, which are no tensors.
+        written: the tensors that the function holds and writes; their new values are the last results of the graph.
         guard: the Python values that the function read.
     """
 
@@ -73,6 +78,7 @@ class Traced:
     others: Sequence[Any]
     kept: Sequence[Place]
     replaced: Sequence[tuple[Place, Any]]
+    written: Sequence[Tensor]
     guard: Guard
 
     @property
@@ -87,6 +93,8 @@ class Traced:
             place.set(next(results))
         for place, value in self.replaced:
             place.set(value)
+        for tensor in self.written:
+            tensor.copy_(next(results))
         return self.treespec.unflatten(leaves)
 
 
@@ -110,8 +118,10 @@ def trace(
     """
     tracing = _Tracing(function, arguments, model)
     with ExitStack() as stack:
+        stack.enter_context(_ONE_AT_A_TIME)
         stack.enter_context(attributes_kept(model))
         guard = stack.enter_context(Guard.recording(model, reads))
+        stack.enter_context(_same_contents(guard))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(marked(model, regions))
@@ -143,7 +153,7 @@ class _Tracing:
 
     def run(self, *given: Tensor) -> list[Tensor]:
         """The function on functional tensors; then writes the arguments that it has changed."""
-        with torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE), FunctionalTensorMode():
+        with torch._C._ExcludeDispatchKeyGuard(_FUNCTIONALIZE), _Functional() as mode:
             inputs = [FunctionalTensor.to_functional(x) for x in given]
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
@@ -151,7 +161,8 @@ class _Tracing:
                 place.set(next(tensors))
             before = [(name, vars(module), dict(vars(module))) for name, module in self.model.named_modules()]
             names = {name for name, _ in self.model.named_parameters()}
-            result = self.function(*self.treespec.unflatten(leaves))
+            with _draws_in_order():
+                result = self.function(*self.treespec.unflatten(leaves))
             for name, _ in self.model.named_parameters():
                 if name not in names:
                     raise late("parameter", name)
@@ -159,7 +170,9 @@ class _Tracing:
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before)
             kept = [place.get() for place in self.kept]
-            results = [_value(x) for x in (*leaves, *kept) if isinstance(x, Tensor)]
+            held = {real: now for real, now in mode.held.values() if has_changed(now)}
+            self.written = list(held)
+            results = [_value(x) for x in (*leaves, *kept, *held.values()) if isinstance(x, Tensor)]
             changed = [(x, _value(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)]
         for x, now in changed:
             x.copy_(now)
@@ -175,8 +188,39 @@ class _Tracing:
             else:
                 module.graph.erase_node(node)
         constants = _take_constants(module)
-        how = (self.result_spec, self.others, self.kept, self.replaced, guard)
+        how = (self.result_spec, self.others, self.kept, self.replaced, self.written, guard)
         return Traced(module, self.paths, attributes, constants, *how)
+
+
+class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
+    """Puts a tensor without memory in place of each real one that the function holds, which it must neither read nor write.
+
+    Attributes:
+        held: the real tensors by identity, each with its stand-in.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _LIFTS:
+            args, kwargs = optree.tree_map(self._stand_in, (tuple(args), kwargs or {}), none_is_leaf=True)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _stand_in(self, x: Any) -> Any:
+        if type(x) not in (Tensor, nn.Parameter, StandIn):
+            return x
+        if id(x) not in self.held:
+            proxies, fakes = get_proxy_mode(), detect_fake_mode()
+            assert proxies is not None and fakes is not None
+            with _disable_current_modes():
+                fake = fakes.from_tensor(x.detach(), static_shapes=True)
+                node: Any = proxies.tracer.create_arg(x)
+            track_tensor_tree(fake, Proxy(node, proxies.tracer), constant=None, tracer=proxies.tracer)
+            with self:
+                self.held[id(x)] = x, FunctionalTensor.to_functional(fake)
+        return self.held[id(x)][1]
 
 
 def _value(x: Tensor) -> Tensor:
@@ -217,8 +261,7 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
                     )
                 kept.append(place)
                 continue
-            leaves = optree.tree_leaves(value, none_is_leaf=True)
-            if any(isinstance(leaf, FunctionalTensor) for leaf in leaves):
+            if has_traced(value):
                 raise ImpureError(
                     f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; store each in an attribute"
                 )
@@ -277,6 +320,50 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
+
+
+@contextmanager
+def _draws_in_order() -> Iterator[None]:
+    """Raises ImpureError if the traced body draws after it has set the random state: a graph would draw other numbers."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes, set_at, thread = mode.tracer.graph.nodes, list[int](), threading.get_ident()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                set_at.append(len(nodes))
+            return function(*args, **kwargs)
+
+        return noted
+
+    before = torch.set_rng_state, torch.manual_seed
+    torch.set_rng_state, torch.manual_seed = map(noting, before)
+    try:
+        yield
+    finally:
+        torch.set_rng_state, torch.manual_seed = before
+    for node in list(nodes)[set_at[0] :] if set_at else ():
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ImpureError(
+                "it draws random numbers after it has set the random state (fork_rng, or torch.utils.checkpoint around "
+                "dropout), and a graph would draw others; for checkpointing pass checkpoint= to make_train_step"
+            )
+
+
+@contextmanager
+def _same_contents(guard: Guard) -> Iterator[None]:
+    """Raises ImpureError if the body changes the contents of a container, and undoes the change, after another error, too."""
+    try:
+        yield
+    except BaseException:
+        guard.undo()
+        raise
+    if (name := guard.undo()) is not None:
+        raise ImpureError(
+            f"the forward changes the contents of {name}, and a graph would not; keep what changes in a module buffer, or each "
+            f"tensor in an attribute of its own"
+        )
 
 
 @contextmanager

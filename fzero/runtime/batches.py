@@ -46,7 +46,7 @@ class Batches:
         if self.num_micro_steps == 1:
             yield batch
             return
-        leaves, treespec = optree.tree_flatten(_plain(batch), none_is_leaf=True)
+        leaves, treespec = optree.tree_flatten(plain(batch), none_is_leaf=True)
         for parts in zip(*map(self._parts, leaves), strict=True):
             yield treespec.unflatten(parts)
 
@@ -84,7 +84,7 @@ class Batches:
 
 def map_tensors(function: Any, batch: Any) -> Any:
     """The batch with `function(x)` for each tensor x; other leaves are unchanged."""
-    return optree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, _plain(batch), none_is_leaf=True)
+    return optree.tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, plain(batch), none_is_leaf=True)
 
 
 def without_memory(batch: Any, device: torch.device) -> Any:
@@ -92,6 +92,6 @@ def without_memory(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device), batch)
 
 
-def _plain(batch: Any) -> Any:
+def plain(batch: Any) -> Any:
     """A mapping as a dict, because optree does not look into other mappings."""
     return dict(batch) if isinstance(batch, Mapping) else batch

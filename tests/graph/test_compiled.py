@@ -13,6 +13,7 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.utils.checkpoint
 from graphs import captures
 from ranks import RankPool
 from test_models import MODELS, text
@@ -673,6 +674,66 @@ def test_random_operators_and_writes_are_not_repeated_and_of_dropout_the_mask_is
     statistics = 2 * 4 * 48  # the new running mean and variance, which are written into the module buffers at the end
     # The second dropout's result is added and needed no more; its mask is.
     assert _kept(again) == 3 * (4 * x + statistics + x + hidden) + 4
+
+
+class Again(nn.Module):
+    """Reads parameters in the backward: code that PyTorch's checkpointing runs again, a hook, and an autograd.Function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(16, 16), nn.Linear(16, 16), nn.BatchNorm1d(16)
+        self.dropout = nn.Dropout(0.0)
+        self.first.register_full_backward_hook(lambda *_: None)
+        self.second.register_full_backward_hook(lambda module, grads, _: (grads[0] * self.first.weight.mean(),))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = torch.utils.checkpoint.checkpoint(self.inside, self.first(x), use_reentrant=False)
+        return nn.functional.mse_loss(self.second(x), y)
+
+    def inside(self, x: Tensor) -> Tensor:
+        return self.dropout(torch.tanh(self.norm(self.second(x))))
+
+
+def test_a_backward_that_reads_parameters_reads_those_of_the_state(ranks: RankPool) -> None:
+    assert _differences(Again, vectors, config(0, optimizer=SGD)) == (0.0, 0.0)
+    assert ranks(2, _of_again) == [(0.0, 0.0)] * 2
+
+
+def _of_again() -> tuple[float, float]:
+    return _differences(Again, vectors, config(3, optimizer=SGD))
+
+
+class Repeats(Again):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout.p = 0.5
+
+
+class Seeds(Plain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            x = x + torch.randn_like(x)
+        return super().forward(x, y)
+
+
+@pytest.mark.parametrize("model", [Repeats, Seeds])
+def test_random_numbers_after_a_set_random_state_are_refused(model: Any) -> None:
+    step = fzero.make_train_step(make(model), config(0), **AOT)
+    with pytest.raises(fzero.CompileError, match="after it has set the random state"):
+        step(step.init(), vectors(0))
+
+
+class PartlyCast(Plain):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            x = self.blocks[0](x)
+        return super().forward(x, y)
+
+
+def test_an_autocast_around_the_step_casts_what_it_casts_in_the_eager_step() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert _differences(PartlyCast, vectors, config(0, optimizer=SGD)) == (0.0, 0.0)
 
 
 def test_a_module_that_the_graph_does_not_show_is_named() -> None:
