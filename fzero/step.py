@@ -394,7 +394,9 @@ class TrainStep:
                 parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
             optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
-        return _twin(self, self.runtime.following(rates, optimizers))
+        run = self.runtime.following(rates, optimizers)
+        is_same = optimizers is None or self.program is None  # else the graphs hold other numbers
+        return _twin(self, run if is_same else _with_program(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.

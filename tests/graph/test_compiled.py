@@ -509,6 +509,20 @@ def test_an_optimizer_that_a_graph_cannot_hold_is_refused() -> None:
         fzero.make_train_step(Plain(), config(0, optimizer={"type": "Adamax"}), **AOT)
 
 
+def test_a_step_with_other_hyper_parameters_is_captured_with_them() -> None:
+    def weights(options: dict[str, Any]) -> dict[str, Tensor]:
+        step = fzero.make_train_step(make(Short), config(0, optimizer=SGD), **options)
+        other = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.5, "weight_decay": 0.25}}
+        optimizer = fzero.Config.load(config(0, optimizer=other)).optimizer
+        state = step.init()
+        for index, now in enumerate((step, step.following([0.25], [optimizer]), step)):
+            state, _ = now(state, vectors(index))
+        return step.gather(state)
+
+    eager, compiled = weights({}), weights(AOT)
+    assert all(torch.equal(weight, compiled[name]) for name, weight in eager.items())
+
+
 def _evaluations(stage: int) -> tuple[list[float], list[float], int]:
     losses = []
     for options in ({}, AOT):
