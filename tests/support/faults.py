@@ -77,7 +77,7 @@ CHOSEN = (
     Fault(OPTIM, "_adam_by_element", "param.mul_(1 - lr * weight_decay)", "grad = grad.add(param, alpha=weight_decay)",
           "AdamW with the weight decay of Adam"),
     Fault(OPTIM, "_adam_by_element", "state.step.double()", "(state.step.double() - 1)", "bias correction one step late"),
-    Fault(OPTIM, "update", "out[part].copy_(narrow_param)", "pass",
+    Fault(OPTIM, "update", "tile_of(out).copy_(narrow_param)", "pass",
           "the parameters do not become the master's"),
     Fault(OPTIM, "update", "x if is_last else x.clone()", "x", "counters advance once a tile"),
     Fault(OPTIM, "stochastic", "zlib.crc32(f\"{seed}/{index}\".encode())", "zlib.crc32(f\"{index}\".encode())",
