@@ -172,9 +172,13 @@ def run(work: Work, *, reports: bool = False) -> int:
                 _report(early, reports)
             return 128 + int(error.sigval)
         finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-                signal.signal(number, signal.SIG_IGN)  # the reaper must not be interrupted
+            _ignore_signals()  # the reaper must not be interrupted
     return 0
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _report(failure: Failure, reports: bool) -> None:
@@ -201,6 +205,11 @@ class Ended:
                         ended.times.setdefault(worker.global_rank, (time.time(), worker.local_rank))
                 result: RunResult = super()._monitor_workers(worker_group)
                 return result
+
+            def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+                if args and args[0] != signal.SIGTERM:
+                    _ignore_signals()  # a second Ctrl-C would interrupt this, and the ranks would get SIGTERM
+                super()._shutdown(*args, **kwargs)
 
             def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
                 ended.times.clear()
