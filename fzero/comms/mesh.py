@@ -267,9 +267,8 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
 
     all_ranks, *several = _axes(world, plan)
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
-    as_long = (
-        axis for axis in (*axes, *replicate_axes) if axis.size == world.size
-    )  # an axis as long as the world has the world's group, so both take one name
+    # An axis as long as the world has the world's group, so both take one name.
+    as_long = (axis for axis in (*axes, *replicate_axes) if axis.size == world.size)
     return AxisMesh(next(as_long, None) or TracedAxis.of(all_ranks, device), axes, replicate_axes)
 
 

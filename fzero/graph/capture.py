@@ -60,7 +60,7 @@ def pass_options(plan: Plan) -> PassOptions:
 
 
 class Kind(NamedTuple):
-    """What of an argument a graph depends on."""
+    """The properties of arguments on which a graph depends."""
 
     treespec: optree.PyTreeSpec
     leaves: tuple[Any, ...]
@@ -74,7 +74,7 @@ class Kind(NamedTuple):
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What of a leaf is compared: its text where equal floats differ (0.0 and -0.0) or one is not equal to itself."""
+    """The property of a leaf that is compared. Of a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
     if isinstance(leaf, Tensor):
         return TensorKind.of(leaf)
     if isinstance(leaf, float):

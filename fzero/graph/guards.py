@@ -221,7 +221,7 @@ class Guard:
             return
         if isinstance(value, dict):
             items: Mapping[Any, Any] = dict(dict.items(value))  # a subclass may make its values anew
-            contents: Any = dict(items)
+            contents: Any = items
         elif isinstance(value, list | set | tuple | deque):
             items, contents = dict(enumerate(value)), type(value)(value) if type(value) in (list, set) else tuple(value)
         elif hasattr(value, "tobytes") and getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES:  # an array of NumPy
@@ -234,7 +234,7 @@ class Guard:
             self._attributes.add(id(value))
         elif hasattr(type(value), "__slots__") and not _is_installed(type(value)):
             value = items = _Slots(value)
-            contents = dict(items)
+            contents = dict(value)
         else:
             return
         self._seen.add(id(value))

@@ -164,9 +164,7 @@ class ModelInGraph:
         for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
-            now = given[
-                f"model.{name}"
-            ]  # here functional_call returns the tensor that the model assigned to the buffer
+            now = given[f"model.{name}"]  # functional_call leaves the tensor here that the model assigned to the buffer
             if now is not buffer_:
                 if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
                     raise wrong_kind(name, buffer_, now)

@@ -21,6 +21,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizers import TorchOptimizer
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
+from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected
 from fzero.runtime.module_binding import random_state
@@ -114,7 +115,7 @@ class GraphProgram:
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
-                transfer.write_back(f"{key}/grads", home, grad, adds=False, measures=True)
+                transfer.write_back(stream_name("grads", key), home, grad, adds=False, measures=True)
                 run.scratch.give(grad)
         del grad
         transfer.settle()
