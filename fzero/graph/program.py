@@ -18,7 +18,6 @@ from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked
 from fzero.config.config import ConfigError
-from fzero.config.optimizers import TorchOptimizer
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
 from fzero.plans.leaves import stream_name
@@ -170,11 +169,6 @@ def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:
     for buffer in run.plan.flat_buffers:
         optimizer = run.updater.optimizers[buffer.group]
         name = getattr(optimizer, "type", optimizer)
-        if buffer.trainable and isinstance(optimizer, TorchOptimizer):
-            raise ConfigError(
-                f"optimizer.type: must be one of fzero's own (AdamW, Adam, SGD, Adagrad, Lion, Lamb, Adafactor, Muon) where the "
-                f"full step is one graph, got {name!r}, which reads numbers of its state; pass compile='block'"
-            )
         if buffer.trainable and stacked is not None and not optimizer.is_elementwise(buffer.rule):
             raise ConfigError(
                 f"optimizer.type: must be elementwise where the ranks are a dimension of tensors, got {name!r}, which sends; "

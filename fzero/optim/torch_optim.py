@@ -3,12 +3,16 @@
 A flat tensor is the only parameter of a new optimizer, and the optimizer's `state` of it is the state of the transform.
 Optimizers make that state in their first step; `init` makes zeros of the same names and shapes, found by two trial steps. Trial
 runs check a class: the update of each element must not depend on others, and the class must keep nothing outside of `state`.
+
+A graph holds the update as one operator, `fzero::torch_optimizer`, that runs the class when the graph runs: classes read numbers
+of their state, which a graph does not know.
 """
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import replace
+from functools import cache
 from typing import Any, Generic, NamedTuple
 
 import optree
@@ -18,9 +22,9 @@ from torch.optim import Optimizer
 
 from fzero.optim.elementwise import SHORT_TRIAL, TRIALS, check_trials, trial_tensors
 from fzero.optim.torch_classes import find
-from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
+from fzero.optim.transforms import Leaf, Transform, is_traced, no_steps, step_spec
 from sharding import TensorSpec
-from sharding.views import dtype_name
+from sharding.views import dtype_name, torch_dtype
 
 OWN = {"Adafactor": "fzero.optim.adafactor", "Muon": "fzero.optim.muon"}
 """Classes whose update depends on full parameters, and the transforms that replace them here."""
@@ -66,22 +70,27 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
             f"{cls.__name__}: needs a closure that runs the model several times within a step, and a transform of gradients "
             f"has none; choose another class"
         )
-    transform = torch_transform(cls, params)
+    transform, params = torch_transform(cls, params), _with_rates(params, 0.5)
     try:
-        _check_keeps_to_its_state(cls, params, transform)
+        _check_keeps_to_its_state(cls, params)
         # The classes of PyTorch treat all steps alike, so that a short trial is enough.
         trials = (SHORT_TRIAL,) if cls.__module__.startswith("torch.optim") else TRIALS
-        check_trials(transform, trials, name=cls.__name__)
+        check_trials(torch_transform(cls, params), trials, name=cls.__name__)
     except ValueError as error:
         raise ValueError(f"{error}; use {own} in its place" if own else str(error)) from None
     return transform
 
 
 def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
-    """The transform of `torch_optimizer`, without its checks."""
+    """The transform of `torch_optimizer`, without its checks. Numbers in `params` may be 0-d tensors."""
+    rates = [x for x in optree.tree_leaves(params) if isinstance(x, Tensor)]
+
+    @cache
+    def trial_state(dtype: torch.dtype) -> TorchState[Tensor]:
+        return _trial(cls, _with_rates(params, 0.5), dtype)[1][-1]
 
     def init(param: Tensor) -> TorchState[Tensor]:
-        trial = _trial_state(cls, params, param.dtype)
+        trial = trial_state(param.dtype)
         tensors = {
             name: torch.zeros_like(param, dtype=x.dtype) if x.ndim else x.new_zeros((), device=param.device)
             for name, x in trial.tensors.items()
@@ -90,16 +99,17 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
         return TorchState(no_steps(param), tensors, numbers)
 
     def update(grad: Tensor, param: Tensor, state: TorchState[Tensor]) -> tuple[Tensor, Tensor, TorchState[Tensor]]:
-        owned = torch.nn.Parameter(param)  # the same memory
-        owned.grad = grad
-        optimizer = _make(cls, params, owned)
-        if state.step:  # in the first step the class makes its state; on CUDA this test waits for the device
-            optimizer.state[owned] = {**state.tensors, **{name: x.item() for name, x in state.numbers.items()}}
-        optimizer.step()
-        return grad, param, _state_of(optimizer, owned, state.step.add_(1))
+        if not is_traced():
+            return grad, *_step(cls, params, grad, param, state)
+        leaves, treespec = optree.tree_flatten(state)
+        how = cls, _with_rates(params, _A_RATE), treespec
+        if how not in _IN_GRAPHS:
+            _IN_GRAPHS.append(how)
+        param, *leaves = step_in_graph(grad, param, leaves, rates, _IN_GRAPHS.index(how))
+        return grad, param, treespec.unflatten(leaves)
 
     def specs(param: TensorSpec) -> TorchState[TensorSpec]:
-        trial = _trial_state(cls, params, getattr(torch, param.dtype))
+        trial = trial_state(torch_dtype(param.dtype))
         count = step_spec(param)
 
         def spec(x: Tensor) -> TensorSpec:
@@ -112,6 +122,66 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
         )
 
     return Transform(init, update, specs)
+
+
+def _with_rates(params: dict[str, Any], rate: Any) -> dict[str, Any]:
+    """The hyperparameters, with `rate` for each that is a tensor."""
+    replaced: dict[str, Any] = optree.tree_map(lambda x: rate if isinstance(x, Tensor) else x, params)
+    return replaced
+
+
+def _step(
+    cls: type[Optimizer], params: dict[str, Any], grad: Tensor, param: Tensor, state: TorchState[Tensor]
+) -> tuple[Tensor, TorchState[Tensor]]:
+    """The parameter, written in place, and the state after a step of the class."""
+    owned = torch.nn.Parameter(param)  # the same memory
+    owned.grad = grad
+    optimizer = _make(cls, optree.tree_map(lambda x: x.item() if isinstance(x, Tensor) else x, params), owned)
+    if state.step:  # in the first step the class makes its state; on CUDA this test waits for the device
+        optimizer.state[owned] = {**state.tensors, **{name: x.item() for name, x in state.numbers.items()}}
+    optimizer.step()
+    return param, _state_of(optimizer, owned, state.step.add_(1))
+
+
+_A_RATE = object()
+_IN_GRAPHS: list[tuple[type[Optimizer], dict[str, Any], optree.PyTreeSpec]] = []
+"""The class, the hyperparameters (`_A_RATE` for each tensor) and the tree of the state of each update in a graph."""
+
+
+@torch.library.custom_op("fzero::torch_optimizer", mutates_args=())
+def step_in_graph(grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int) -> list[Tensor]:
+    """The parameter and the leaves of the state after a step of `_IN_GRAPHS[index]`; the arguments do not change.
+
+    Args:
+        rates: the hyperparameters that are tensors, in order.
+    """
+    cls, params, treespec = _IN_GRAPHS[index]
+    now = iter(rates)
+    params = optree.tree_map(lambda x: next(now) if x is _A_RATE else x, params)
+    with torch.no_grad():
+        old = treespec.unflatten([x.clone() for x in state])
+        new, updated = _step(cls, params, grad.clone(), param.clone(), old)
+    return [new, *(leaf.clone() for leaf in optree.tree_leaves(updated))]
+
+
+@step_in_graph.register_fake
+def _(grad: Tensor, param: Tensor, state: list[Tensor], rates: list[Tensor], index: int) -> list[Tensor]:
+    return [torch.empty_like(x) for x in (param, *state)]
+
+
+@step_in_graph.register_vmap
+def _(info: Any, in_dims: Any, *args: Any) -> tuple[list[Tensor], list[int]]:
+    """One step for each index of the dimension of ranks."""
+
+    def at(index: int) -> list[Tensor]:
+        chosen = optree.tree_map(
+            lambda x, dim: x if dim is None else x.select(dim, index), args, in_dims, none_is_leaf=True
+        )
+        updated: list[Tensor] = step_in_graph(*chosen)
+        return updated
+
+    stacked = [torch.stack(of_ranks) for of_ranks in zip(*map(at, range(info.batch_size)), strict=True)]
+    return stacked, [0] * len(stacked)
 
 
 def _make(cls: type[Optimizer], params: dict[str, Any], param: Tensor) -> Optimizer:
@@ -167,11 +237,7 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
     return owned.detach(), states
 
 
-def _trial_state(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> TorchState[Tensor]:
-    return _trial(cls, params, dtype)[1][-1]
-
-
-def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], transform: Transform) -> None:
+def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any]) -> None:
     """Raises unless a new optimizer with the old one's state makes the same steps as the old one."""
     expected, states = _trial(cls, params, torch.float32)
     kinds = [{name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()} for state in states]
@@ -180,6 +246,7 @@ def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], tran
             f"{cls.__name__}: its state must have the same names and shapes after every step, but changes from "
             f"{sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
         )
+    transform = torch_transform(cls, params)
     param, grads = trial_tensors(torch.float32)
     with torch.random.fork_rng(devices=[]):
         state = transform.init(param)

@@ -23,7 +23,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizers import Optimizer, TorchOptimizer
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
+_MADE_BEFORE = (UserTransform, TorchOptimizer)
+"""Optimizers whose transforms are made before a trace: they may check the rate or try a step, and a trace has no numbers."""
 
 
 class Hyper(NamedTuple):
@@ -238,7 +240,7 @@ class Updater:
         else:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
             # In a trace, fzero's own optimizers may compute further rates from the tensor; these belong to the trace.
-            if isinstance(optimizer, UserTransform) or not isinstance(lr, Tensor):
+            if isinstance(optimizer, _MADE_BEFORE) or not isinstance(lr, Tensor):
                 self._made[rule] = (lr, momentum), transform
         if skip is not None:
             transform = skip_if(skip, transform)
@@ -265,8 +267,8 @@ class Updater:
         )
         twin = replace(self, _made={})
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable and isinstance(self.optimizers[buffer.group], UserTransform):
-                twin.transform_of(buffer, hyper)  # made here: it may check its rate, and a trace knows no number
+            if buffer.trainable and isinstance(self.optimizers[buffer.group], _MADE_BEFORE):
+                twin.transform_of(buffer, hyper)
         return twin, hyper
 
     def write(self, traced: Hyper, hyper: Hyper) -> None:
