@@ -20,8 +20,9 @@ env: $(VENV)/.ready  ## build the virtual environment
 
 $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet torch==$(TORCH)
-	$(BIN)/pip install --quiet --editable '.[dev]'
+	@# Python compiles a module when it is first imported; most of these never are.
+	$(BIN)/pip install --quiet --no-compile torch==$(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 
 demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"

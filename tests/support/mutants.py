@@ -33,7 +33,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
+from functools import cache
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -192,6 +193,7 @@ def places(node: ast.AST) -> Iterator[ast.AST]:
         yield from places(part)
 
 
+@cache
 def mutants_of(path: str, source: str) -> dict[str, list[Mutant]]:
     """All faults that the operators find in a file, by function.
 
@@ -233,6 +235,14 @@ def draw(number: int, seed: int, root: Path = ROOT) -> list[Mutant]:
     return [chooser.choice(of_function) for of_function in chooser.sample(every, number)]
 
 
+@cache
+def spans(source: str) -> list[tuple[str, int, int]]:
+    """The functions of a file, each with its name and its first and last character."""
+    starts = list(accumulate(map(len, source.splitlines(keepends=True)), initial=0))
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    return [(node.name, starts[node.lineno - 1], starts[node.end_lineno or 0]) for node in found]
+
+
 def find(fault: Fault, root: Path = ROOT) -> Mutant:
     """The place of a chosen fault, in any file of its room.
 
@@ -244,12 +254,8 @@ def find(fault: Fault, root: Path = ROOT) -> Mutant:
     hits = []
     for path in paths:
         source = path.read_text()
-        for function in ast.walk(ast.parse(source)):
-            if not isinstance(function, ast.FunctionDef) or function.name != fault.function:
-                continue
-            lines = source.splitlines(keepends=True)
-            start, stop = (sum(map(len, lines[:line])) for line in (function.lineno - 1, function.end_lineno or 0))
-            if source.count(fault.old, start, stop) == 1:
+        for name, start, stop in spans(source):
+            if name == fault.function and source.count(fault.old, start, stop) == 1:
                 at = source.index(fault.old, start)
                 line = source.count("\n", 0, at) + 1
                 stop = at + len(fault.old)
