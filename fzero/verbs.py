@@ -148,7 +148,6 @@ def optimizer_update(
 ) -> tuple[Any, Any]:
     """One update of every tensor: parameters and gradients → new parameters and new optimizer state. Sends nothing.
 
-
     Args:
         transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure, such as shards.
