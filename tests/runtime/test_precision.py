@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import safetensors.torch
 import torch
@@ -323,6 +325,41 @@ def _overflows(keys: dict[str, Any]) -> list[float]:
 def test_gradients_divided_before_the_sum_do_not_overflow_fp16(ranks: RankPool) -> None:
     assert ranks(2, _overflows, {}) == ranks(2, _overflows, {"gradient_predivide_factor": 2}) == [[0.0, 40000.0]] * 2
     assert [overflow for overflow, _ in ranks(2, _overflows, {"gradient_predivide_factor": 1})] == [1.0, 1.0]
+
+
+class Counts(nn.Module):
+    """The loss is `weight · x + y`, with dropout; a buffer counts the forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.count.add_(1)
+        return nn.functional.dropout(self.weight * x, 0.5).sum() + y.sum()
+
+
+def _skips(stage: int, x: float, y: float) -> None:
+    fp16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}}
+    step = fzero.make_train_step(Counts(), config(stage) | fp16, donate=False)
+    state, _ = step(step.init(), (torch.ones(1, 4), torch.zeros(1)))
+    is_bad = step.rank == step.world_size - 1
+    skipped, metrics = step(state, (torch.full((1, 4), x if is_bad else 1.0), torch.full((1,), y if is_bad else 0.0)))
+    assert metrics.overflow and (state.loss_scale.scale, skipped.loss_scale.scale) == (16, 8)
+    assert state.buffers["count"] == 1
+    for name in ("step", "params", "master", "optimizer", "buffers", "rng"):
+        before, after = (optree.tree_leaves(getattr(x, name)) for x in (state, skipped))
+        assert all(map(torch.equal, before, after)), name
+
+
+@pytest.mark.parametrize(("x", "y"), [(60000.0, 0.0), (1.0, math.inf)], ids=["gradient", "loss"])
+def test_after_an_overflow_of_the_gradient_or_the_loss_on_one_rank_the_state_is_as_before(
+    ranks: RankPool, x: float, y: float
+) -> None:
+    for stage in (0, 3):
+        _skips(stage, x, y)
+        ranks(2, _skips, stage, x, y)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
