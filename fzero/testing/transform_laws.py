@@ -67,7 +67,7 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
     leaves, structure = optree.tree_flatten(transform.init(param), none_is_leaf=True)
     specs, placed = optree.tree_flatten(transform.specs(spec), none_is_leaf=True)
     if structure != placed:
-        return f"init makes {structure} and place tells of {placed}"
+        return f"init makes {structure} and specs tells of {placed}"
     names = [accessor.codify("state") for accessor in structure.accessors()]
     for name, leaf, told in zip(names, leaves, specs, strict=True):
         if leaf is None and told is None:
@@ -76,9 +76,9 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
             return f"{name} is a {type(leaf).__name__} and its spec a {type(told).__name__}"
         made = tuple(leaf.shape), dtype_name(leaf.dtype)
         if made != (told.local_shape(world_size), told.dtype):
-            return f"init makes {name} with shape and dtype {made} and place tells of {told}"
+            return f"init makes {name} with shape and dtype {made} and specs tells of {told}"
         if told.placement != spec.placement:
-            return f"place puts {name} on {told.placement} and its parameter is on {spec.placement}"
+            return f"specs puts {name} on {told.placement} and its parameter is on {spec.placement}"
     return None
 
 
@@ -324,7 +324,7 @@ def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
     late = tuple(replace(long, num_updates=4, start=start) for start in LATE_STARTS)
     return (
         Law(
-            "place must describe exactly what init makes",
+            "specs must describe exactly what init makes",
             "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) keeps what is the same, "
             "and fzero.optim.transforms.step_spec(param_spec) is that of a count",
             st.builds(Cut, tensor_specs(dtypes=("float32", "float64", "bfloat16")), world_sizes()),
