@@ -104,8 +104,7 @@ class DryRun:
 
     def draw(self, title: str = "") -> Figure:
         """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
-        figure: Figure = _draw(self, title)
-        return figure
+        return _draw(self, title)
 
 
 def dry_run(
@@ -175,7 +174,7 @@ COLORS = {
 }
 
 
-def _draw(step: DryRun, title: str) -> Any:
+def _draw(step: DryRun, title: str) -> Figure:
     from matplotlib.figure import Figure
 
     scale, unit = scale_of(step.nbytes)
@@ -183,13 +182,9 @@ def _draw(step: DryRun, title: str) -> Any:
     axes = figure.subplots()
     held = [step.state | row.held for row in step.rows]
     names = [name for name in COLORS if any(one.get(name) for one in held)]
-    xs = range(len(held) + 1)
-    low = [0.0] * len(xs)
-    for name in names:
-        numbers = [one.get(name, 0) / scale for one in held]
-        high = [a + b for a, b in zip(low, [*numbers, numbers[-1]])]
-        axes.fill_between(xs, low, high, step="post", color=COLORS[name], linewidth=0, label=name)
-        low = high
+    heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
+    colors = [COLORS[name] for name in names]
+    axes.stackplot(range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names)
     index = step.rows.index(step.peak)
     axes.plot([index + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
     side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
@@ -203,7 +198,5 @@ def _draw(step: DryRun, title: str) -> Any:
     axes.set_ylabel(f"{unit} on the device")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    figure.legend(
-        *[x[::-1] for x in axes.get_legend_handles_labels()], loc="outside right upper", frameon=False, fontsize=8
-    )
+    figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
     return figure

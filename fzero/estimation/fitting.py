@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +85,7 @@ class Fit:
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON."""
-        text = json.dumps(self.config, indent=2) + "\n"
-        Path(path).write_text(text)
+        Path(path).write_text(json.dumps(self.config, indent=2) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
@@ -144,15 +142,12 @@ def fit(
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
-    best = min((rung for rung in tried if limits.hold(rung)), key=_speed, default=None)
+    holding = (rung for rung in tried if limits.hold(rung))
+    best = min(holding, key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes), default=None)
     ladder = tuple(search.ladder())
     if best is not None:
         best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
     return Fit(limits, best, ladder, tuple(search.notes()))
-
-
-def _speed(rung: Rung) -> tuple[float, bool, int]:
-    return rung.seconds, rung.choice.small, rung.device_nbytes
 
 
 # --- the table ---------------------------------------------------------------------------------------------------
@@ -167,44 +162,35 @@ def _report(found: Fit) -> Group:
     for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
         table.add_column(name, justify="right", no_wrap=True)
     _rung_rows(table, found, scale)
-    lines = list(found.notes)
-    if found.best is not None:
-        best = found.best
-        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
-        lines.insert(
-            0,
-            f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s"
-            + (" for a step." if best.activations else " besides what it computes."),
-        )
-        lines.insert(1, f"{best.column.step.told}.")
-        lines += [best.column.note] if best.column.note else []
-    else:
-        lines.insert(0, "Nothing fits.")
-    return Group(table, "", *lines)
+    best = found.best
+    if best is None:
+        return Group(table, "", "Nothing fits.", *found.notes)
+    where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
+    of_what = "for a step" if best.activations else "besides what it computes"
+    fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
+    note = [best.column.note] if best.column.note else []
+    return Group(table, "", fastest, f"{best.column.step.told}.", *found.notes, *note)
 
 
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:
-    before: Rung | None = None
-    for rung in found.ladder:
-        is_best = found.best is not None and rung.choice == found.best.choice
+    def add(rung: Rung, sign: str, name: str, before: Rung | None) -> None:
         saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
         costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
-        sign = "→" if is_best else "fits" if found.limits.hold(rung) else ""
-        _rung_row(table, rung, scale, sign, rung.name, saves, costs)
-        before = rung
-    if found.best is not None and all(rung.choice != found.best.choice for rung in found.ladder):
+        sent = sum(rung.column.sent_by_axis.values())
+        numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
+        table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+
+    best = found.best
+    for before, rung in zip((None, *found.ladder), found.ladder, strict=False):
+        is_best = best is not None and rung.choice == best.choice
+        add(rung, "→" if is_best else "fits" if found.limits.hold(rung) else "", rung.name, before)
+    if best is not None and all(rung.choice != best.choice for rung in found.ladder):
         table.add_row()
-        _rung_row(table, found.best, scale, "→", _words(found.best.choice), "", f"{found.best.seconds:.3g}")
-
-
-def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, saves: str, costs: str) -> None:
-    sent = sum(rung.column.sent_by_axis.values())
-    numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
-    table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+        add(best, "→", _words(best.choice), None)
 
 
 def _words(choice: Setting) -> str:
-    parts: Sequence[str] = [
+    parts = [
         f"stage {choice.stage}",
         f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
         f"parameters on {choice.params}" * (choice.params != "device"),

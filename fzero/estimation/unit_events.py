@@ -65,10 +65,8 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
     for index, event in enumerate(events):
         unit, buffer = homes.get(event.name, (None, None))
         seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
-        part = Part(
-            event.kind, most=event.most, now=event.now, seconds=seconds, waiting=event.waiting,
-            leaves=event.leaves, returns=event.returns,
-        )  # fmt: skip
+        own = {name: getattr(event, name) for name in ("most", "now", "waiting", "leaves", "returns")}
+        part = Part(event.kind, seconds=seconds, **own)
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
             if event.kind == "unpack" and not buffer.flow.gathers_over:
@@ -77,14 +75,14 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
                 numel = math.prod(buffer.layout.shape(event.name))
                 part = part._replace(key=buffer.key, ends=last[unit.name] == index, numel=numel)
         if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
-            before = part._replace(
-                most=max(before.most, part.most), now=part.now, seconds=before.seconds + part.seconds, ends=part.ends,
-                numel=before.numel + part.numel, waiting=max(before.waiting, part.waiting),
-                leaves=before.leaves + part.leaves, returns=before.returns + part.returns,
-            )  # fmt: skip
-            continue
-        yield before
-        before = part
+            sums = {
+                name: getattr(before, name) + getattr(part, name) for name in ("seconds", "numel", "leaves", "returns")
+            }
+            peaks = {name: max(getattr(before, name), getattr(part, name)) for name in ("most", "waiting")}
+            before = part._replace(**sums, **peaks)
+        else:
+            yield before
+            before = part
     yield before
 
 
