@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -120,14 +119,13 @@ class Profile:
             top_modules: how many of the largest modules are named per depth.
             detailed: whether to show the tree.
         """
-        return _report(self, module_depth=module_depth, top_modules=top_modules, detailed=detailed)
+        deepest = max(module.depth for module in self.modules) if module_depth < 0 else module_depth
+        tree = ("", _tree(self, deepest)) if detailed else ()
+        return Group(_totals(self), "", _largest(self, deepest, top_modules), *tree)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
-        rows = []
-        for m in self.modules:
-            row = {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
-            rows.append(row)
+        rows = [{name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")} for m in self.modules]
         totals = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
         return totals | {"waited": dict(self.waited), "modules": rows}
 
@@ -139,15 +137,6 @@ class Profile:
 
 
 # --- a profile as tables -----------------------------------------------------------------------------------------
-
-
-def _report(profile: Profile, *, module_depth: int, top_modules: int, detailed: bool) -> Group:
-    """The totals, the largest modules of each depth, and the tree; see `Profile.report`."""
-    deepest = max(module.depth for module in profile.modules) if module_depth < 0 else module_depth
-    parts: list[Table | str] = [_totals(profile), "", _largest(profile, deepest, top_modules)]
-    if detailed:
-        parts += ["", _tree(profile, deepest)]
-    return Group(*parts)
 
 
 def _totals(profile: Profile) -> Table:
@@ -180,20 +169,15 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
     table = Table(title="the largest of each depth", title_justify="left", box=None)
     for name in ("depth", "by parameters", "by MACs", "by forward time", "by backward time"):
         table.add_column(name)
+    quantities = {"num_params": short, "macs": short, "forward": milliseconds, "backward": milliseconds}
     for depth in range(1, deepest + 1):
         modules = [module for module in profile.modules if module.depth == depth]
         cells = []
-        for name, show in (
-            ("num_params", short),
-            ("macs", short),
-            ("forward", milliseconds),
-            ("backward", milliseconds),
-        ):
-            by_class: defaultdict[str, float] = defaultdict(float)
+        for name, show in quantities.items():
+            by_class: Counter[str] = Counter()
             for module in modules:
                 by_class[module.kind] += getattr(module, name)
-            largest = sorted(by_class.items(), key=lambda item: -item[1])[:count]
-            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in largest))
+            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in by_class.most_common(count)))
         if modules:
             table.add_row(str(depth), *cells)
     return table
@@ -202,8 +186,7 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
 def _tree(profile: Profile, deepest: int) -> Table:
     table = Table(title="module by module", title_justify="left", box=None)
     table.add_column("module", no_wrap=True)
-    columns = ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
-    for name in columns:
+    for name in ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s"):
         table.add_column(name, justify="right", no_wrap=True)
     total, around = profile.model.forward, [""]
     for module in profile.modules:
@@ -229,10 +212,9 @@ def short(number: float) -> str:
     >>> short(0), short(1234567), short(6.7e9), short(2e12)
     ('0', '1.23 M', '6.7 G', '2 T')
     """
-    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= scale:
-            return f"{number / scale:.3g} {letter}"
-    return f"{number:.3g}"
+    scales = {1e15: " P", 1e12: " T", 1e9: " G", 1e6: " M", 1e3: " K"}
+    scale = next((scale for scale in scales if number >= scale), 1)
+    return f"{number / scale:.3g}{scales.get(scale, '')}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -341,7 +323,6 @@ def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *,
         table.add_column(name, justify="right")
     for (collective, axis, nbytes), calls in sorted(counts.items()):
         table.add_row(collective, axis, f"{nbytes:,}", f"{calls:,}", f"{calls * nbytes:,}")
-    table.add_row(
-        "all", "", "", f"{sum(counts.values()):,}", f"{math.fsum(n * c for (*_, n), c in counts.items()):,.0f}"
-    )
+    nbytes = sum(nbytes * calls for (*_, nbytes), calls in counts.items())
+    table.add_row("all", "", "", f"{sum(counts.values()):,}", f"{nbytes:,}")
     return table
