@@ -12,10 +12,11 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -29,7 +30,7 @@ from fzero.estimation.fit_search import Setting
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
 from fzero.tuning.report import Row, Tuned
-from fzero.tuning.runs import Result, Results, Runs, Script, mapped
+from fzero.tuning.runs import Results, Runs, Script, mapped
 from fzero.tuning.search import Point, Strategy, next_trial
 from fzero.tuning.space import STAGES, Candidate, Kind
 
@@ -49,7 +50,11 @@ the timed steps. It is started again for each run: let it write to a separate fo
 
 def flags() -> argparse.ArgumentParser:
     """The flags of `fzero tune` itself; they precede the script, mixed with those of the launcher."""
-    made = argparse.ArgumentParser(prog="fzero tune", add_help=False, allow_abbrev=False)
+    usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    made = argparse.ArgumentParser(
+        prog="fzero tune", add_help=False, allow_abbrev=False, usage=usage, description=TUNE, epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="limit of a rank (default: available memory)")
     made.add_argument(
         "--time_limit", type=positive, default=300.0, metavar="S", help="seconds of one run (default 300)"
@@ -75,11 +80,11 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
     """`fzero tune`, and `fzero run --autotuning`; `then_run` starts the script with the best configuration."""
     own, both = flags(), launch.parser()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help(own))
+        print(own.format_help())
         return 0 if arguments else 2
     for action in own._actions:
         both._add_action(action)
-    both.prog, both.usage = "fzero tune", "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    both.prog, both.usage = own.prog, own.usage
     given = both.parse_args(arguments)
     before = arguments[: len(arguments) - len(given.args) - 1]
     _, launcher = own.parse_known_args([word for word in before if word != "--"])
@@ -99,9 +104,7 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
         return 130
     if code or outcome[0].best is None:
         return code or 1
-    if then_run:
-        return launch.main(shlex.split(outcome[0].use)[1:])
-    return 0
+    return launch.main(shlex.split(outcome[0].use)[1:]) if then_run else 0
 
 
 def run(arguments: list[str]) -> int:
@@ -114,13 +117,6 @@ def run(arguments: list[str]) -> int:
     chosen.add_argument("--autotuning")
     _, rest = chosen.parse_known_args(head)
     return tune([*rest, given.script, *given.args], then_run=given.autotuning == "run")
-
-
-def _help(own: argparse.ArgumentParser) -> str:
-    own.usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
-    own.description, own.epilog = TUNE, EXAMPLES
-    own.formatter_class = argparse.RawDescriptionHelpFormatter
-    return own.format_help()
 
 
 # --- the search --------------------------------------------------------------------------------------------------
@@ -172,8 +168,7 @@ class Tuning:
         runs = Runs(self.script, Path(self.settings.exps_dir), self.settings.arg_mappings, self.time_limit)
         results = Results(Path(self.settings.results_dir), overwrite=self.overwrite)
         with _shown() as show:
-            tuned = self._described(runs, results, show)
-            tuned = self._search(tuned, runs, results, show)
+            tuned = self._search(self._described(runs, results, show), runs, results, show)
         return self._written(tuned)
 
     def _check_out(self) -> None:
@@ -200,9 +195,7 @@ class Tuning:
             if described is not None:
                 results.add(described)
                 return self._planned(described)
-            if not error.startswith(
-                ("out of memory", "no result")
-            ):  # after these, the script may still get as far as its model
+            if not error.startswith(("out of memory", "no result")):  # after these, the script may still make its model
                 break
         raise ConfigError(
             f"{self.script.path}: cannot be planned, because it {error}; run it alone first: "
@@ -214,11 +207,10 @@ class Tuning:
         rows = []
         for one in described["candidates"]:
             candidate = Candidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
-            nbytes = one["nbytes"].get("device", 0)
-            nbytes += one["nbytes"].get("host", 0) if described["device"] == "cpu" else 0
-            why = one["refused"]
-            if not why and not one["fits"]:
-                why = f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
+            nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)
+            too_large = "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            why = one["refused"] or too_large
             rows.append(Row(candidate, nbytes, one["seconds"], one["flops"], why))
         notes = [described["note"]] if described["note"] else []
         if rows[0].candidate.micro is None:
@@ -237,15 +229,19 @@ class Tuning:
             raise ConfigError(
                 f"nothing fits: {least.candidate.name}: {least.refused}; pass more --memory, ranks, or --nvme PATH"
             )
-        points = [self._point(tuned, rows[n]) for n in possible]
+        costs_by_plan = (max(tuned.cost_of(rows[n], rows[n].predicted), 1e-12) for n in possible)
+        points = [Point(rows[n].candidate.features, cost, rows[n].nbytes) for n, cost in zip(possible, costs_by_plan)]
         strategy, short = self._strategy(len(possible)), frozenset[int]()
         costs: dict[int, float | None] = {}
         while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
             row = rows[possible[index]]
             known = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
-            if known is None:
-                show(f"run {len(costs) + 1}: {row.candidate.name}", len(costs), min(strategy.num_trials, len(possible)))
-            result = known or self._measured(row.candidate, tuned.memory, runs, results)
+            result = known
+            if result is None:
+                name = row.candidate.name
+                show(f"run {len(costs) + 1}: {name}", len(costs), min(strategy.num_trials, len(possible)))
+                result = runs.measure(name, row.candidate.keys, self.request, memory=tuned.memory)
+                results.add(result.as_dict())
             row = replace(row, result=result, trial=len(costs), is_known=known is not None)
             rows[possible[index]] = row
             costs[index] = tuned.cost(row)
@@ -254,28 +250,19 @@ class Tuning:
 
     def _strategy(self, num_candidates: int) -> Strategy:
         settings = self.settings
-        most = settings.tuner_num_trials
-        if most is None:
-            most = max(5, num_candidates // 3) if settings.tuner_type == "model_based" else 50
+        default = max(5, num_candidates // 3) if settings.tuner_type == "model_based" else 50
+        most = default if settings.tuner_num_trials is None else settings.tuner_num_trials
         return Strategy(settings.tuner_type, most, settings.tuner_early_stopping)
-
-    def _point(self, tuned: Tuned, row: Row) -> Point:
-        return Point(row.candidate.features, max(tuned.cost_of(row, row.predicted), 1e-12), row.nbytes)
-
-    def _measured(self, candidate: Candidate, memory: float, runs: Runs, results: Results) -> Result:
-        result = runs.measure(candidate.name, candidate.keys, self.request, memory=memory)
-        results.add(result.as_dict())
-        return result
 
     def _written(self, tuned: Tuned) -> Tuned:
         """Writes the best configuration and the picture; adds the command that uses it."""
-        best = tuned.best
+        best, notes = tuned.best, [*tuned.notes]
         if best is None:
-            return replace(tuned, notes=(*tuned.notes, "every run failed: there is no best configuration"))
-        sizes = sorted({row.candidate.micro or 0 for row in tuned.rows})
-        if len(sizes) > 1 and best.candidate.micro == sizes[-1]:
-            note = "the best micro-batch is the largest tried: raise autotuning.num_tuning_micro_batch_sizes for larger ones"
-            tuned = replace(tuned, notes=(*tuned.notes, note))
+            return replace(tuned, notes=(*notes, "every run failed: there is no best configuration"))
+        sizes = {row.candidate.micro or 0 for row in tuned.rows}
+        if len(sizes) > 1 and best.candidate.micro == max(sizes):
+            what = "the best micro-batch is the largest tried"
+            notes.append(f"{what}: raise autotuning.num_tuning_micro_batch_sizes for larger ones")
         keys = changed(best.candidate.keys, {"autotuning": None})
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(keys, indent=2) + "\n")
@@ -285,33 +272,28 @@ class Tuning:
         tuned = replace(tuned, use=f"fzero {shlex.join(words)}")
         try:
             tuned.draw().savefig(picture, dpi=120)
+            notes.append(f"picture: {picture}")
         except ImportError:
-            return replace(tuned, notes=(*tuned.notes, "no picture: matplotlib is not installed"))
-        return replace(tuned, notes=(*tuned.notes, f"picture: {picture}"))
+            notes.append("no picture: matplotlib is not installed")
+        return replace(tuned, notes=tuple(notes))
 
 
 # --- progress ----------------------------------------------------------------------------------------------------
 
 
-class _Show(Protocol):
-    def __call__(self, what: str, done: int, most: int) -> None: ...
+_Show = Callable[[str, int, int], None]
+"""(what, number of runs before it, the most runs)."""
 
 
 @contextmanager
-def _shown() -> Any:
+def _shown() -> Iterator[_Show]:
     """Shows on stderr the current run and the time left; prints one line per run if stderr is no terminal."""
     console = Console(stderr=True, highlight=False)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        TextColumn("{task.fields[left]}"),
-        TimeElapsedColumn(),
-    )
+    told, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+    columns = SpinnerColumn(), told, BarColumn(20), left, TimeElapsedColumn()
     began = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=1, left="")
-
         num_ended = -1  # runs; each is shown at its start, and known results take no time
 
         def show(what: str, done: int, most: int) -> None:

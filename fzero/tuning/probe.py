@@ -14,8 +14,8 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -217,7 +217,8 @@ class Probe:
         request = self._request
         assert request.keys is not None
         keys, settings = request.keys, autotuning(request.keys)
-        _, micro, steps = self._cfg.batch_sizes(self._axis.size)
+        world_size = self._axis.size
+        _, micro, steps = self._cfg.batch_sizes(world_size)
         if "train_micro_batch_size_per_gpu" in settings.arg_mappings:
             keys = changed(keys, batch_keys(keys, micro, steps))
         plans: list[Planned] = []
@@ -227,12 +228,7 @@ class Probe:
             for offload in dict.fromkeys((request.offload, (*dict.fromkeys((*request.offload, *more)),))):
                 if not any(self._fits(one, limit) for one in plans):
                     space = candidates(
-                        keys,
-                        settings,
-                        self._axis.size,
-                        stages=request.stages,
-                        offload=offload,
-                        nvme_path=request.nvme_path,
+                        keys, settings, world_size, stages=request.stages, offload=offload, nvme_path=request.nvme_path
                     )
                     known = {one.candidate.name for one in plans}
                     plans += [planner.planned(one) for one in space if one.name not in known]
@@ -242,32 +238,25 @@ class Probe:
         self, keys: Keys, machine: MachineModel, batch: Any, *, is_call: bool, steps: int
     ) -> tuple[Planner, str]:
         """A planner, and a note if it cannot count activations."""
-        request, note = self._request, "no batch was seen: activations are not counted"
+        sample, note = None, "no batch was seen: activations are not counted"
         device: Device = "cpu" if self._device.type == "cpu" else "cuda"
         planned_keys = _plannable(self._cfg, keys)
         if batch is not None:
-            seen = _Seen(batch, is_call=is_call, num_micro_steps=1 if is_call else steps)
+            seen = _Seen(batch, num_micro_steps=1 if is_call else steps)
             try:
                 trace_activations(self._model, planned_keys, seen.sample(None), device=device)
+                sample, note = seen.sample, ""
             except Exception as error:  # the script's own code may fail on fake tensors
-                note = (
-                    f"activations are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-                )
-            else:
-                note = ""
-        sample = None if note else seen.sample
-        made = Planner(
-            self._model, planned_keys, self._axis.size, machine, sample=sample, nvme_path=request.nvme_path,
-            device=device,
-        )  # fmt: skip
-        return made, note
+                note = f"activations are not counted: {(str(error) or type(error).__name__).splitlines()[0]}"
+        how: dict[str, Any] = {"device": device, "sample": sample, "nvme_path": self._request.nvme_path}
+        return Planner(self._model, planned_keys, self._axis.size, machine, **how), note
 
     def _fits(self, one: Planned, limit: float) -> bool:
         """Whether a plan fits into `limit` bytes; on the CPU, host memory is the device's memory."""
-        host = one.nbytes.get("host", 0)
-        if self._device.type == "cpu":
-            return not one.refused and one.nbytes["device"] + host <= limit
-        return not one.refused and one.nbytes["device"] <= limit and host <= _host_memory()
+        if one.refused:
+            return False
+        here, host = one.nbytes["device"], one.nbytes["host"]
+        return here + host <= limit if self._device.type == "cpu" else here <= limit and host <= _host_memory()
 
 
 def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device) -> Probe | None:
@@ -281,18 +270,17 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
 def measured_machine(axis: ProcessAxis, device: torch.device) -> MachineModel:
     """The mean rates of ranks that measure at the same time; `MachineModel`'s defaults for the rest. *Collective.*"""
     collectives.exchange(None, axis)  # a barrier, so that all ranks start together
-    return mean_rates(
-        [MeasuredRates(**rates) for rates in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
-    ).machine
+    of_ranks = collectives.exchange(asdict(rates_of_rank(axis, device)), axis)
+    return mean_rates([MeasuredRates(**rates) for rates in of_ranks]).machine
 
 
 class _Seen:
     """The script's batch, from which batches of other sizes are made, on `meta`."""
 
-    def __init__(self, batch: Any, *, is_call: bool, num_micro_steps: int) -> None:
+    def __init__(self, batch: Any, *, num_micro_steps: int) -> None:
         if isinstance(batch, Iterator):
             batch, num_micro_steps = next(batch), 1
-        self._batch, self._is_call = map_tensors(lambda x: x.to("meta"), batch), is_call
+        self._batch = map_tensors(lambda x: x.to("meta"), batch)
         self._rows = _num_samples(batch)
         self._own = max(1, self._rows // num_micro_steps)
 
@@ -328,33 +316,30 @@ def _giving_loss(model: nn.Module, loss_fn: LossFn | None, *, is_call: bool) -> 
     """
     is_inside = False
 
-    def replaced(_: str, module: nn.Module) -> Callable[..., Any]:
-        own = module.forward
+    own = model.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return own(*args, **kwargs)
-            is_inside = True
-            try:
-                return _loss(own, module, args[0])
-            finally:
-                is_inside = False
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return own(*args, **kwargs)
+        is_inside = True
+        try:
+            return loss(args[0])
+        finally:
+            is_inside = False
 
-        return forward
-
-    def _loss(own: Callable[..., Any], module: nn.Module, batch: Any) -> Any:
+    def loss(batch: Any) -> Any:
         if is_call:
             inputs, kwargs = batch
             return _summed(own(*inputs, **kwargs))
         if loss_fn is not None:
-            loss = loss_fn(module, batch)
-            return loss[0] if isinstance(loss, tuple) else loss
+            found = loss_fn(model, batch)
+            return found[0] if isinstance(found, tuple) else found
         if isinstance(batch, Mapping):
             return own(**batch)
         return own(*batch) if isinstance(batch, tuple | list) else own(batch)
 
-    with replaced_forwards(model, [""], replaced):
+    with replaced_forwards(model, [""], lambda name, module: forward):
         yield
 
 
@@ -369,13 +354,11 @@ def _summed(outputs: Any) -> Any:
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """A copy on `meta`, made before an engine replaces the model's parameters."""
-    params: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
-    buffers: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    made: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    for param in model.parameters():
+        made[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     try:
-        return copy.deepcopy(model, params | buffers)
+        return copy.deepcopy(model, made)
     except Exception:  # a module may hold objects without copies: a lock, a generator, a process group
         return model
 
@@ -383,11 +366,10 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def _plannable(cfg: Config, keys: Keys) -> Keys:
     """The step's configuration, whose optimizer may be the script's; the file's if the step's cannot be written as JSON."""
     made = keys_of(cfg)
-    try:
+    with suppress(ValueError, TypeError):
         Config.load(json.loads(json.dumps(made)))
-    except (ValueError, TypeError):
-        return keys
-    return made
+        return made
+    return keys
 
 
 # --- memory ------------------------------------------------------------------------------------------------------
@@ -395,9 +377,7 @@ def _plannable(cfg: Config, keys: Keys) -> Keys:
 
 def _memory(device: torch.device) -> float:
     """Bytes that this rank may use: free memory of its GPU, or available memory of this host / ranks on it."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return _host_memory()
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _host_memory()
 
 
 def _host_memory() -> float:

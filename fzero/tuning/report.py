@@ -49,6 +49,11 @@ class Row:
         """Measured seconds of a step."""
         return self.result.seconds if self.result else None
 
+    @property
+    def reason(self) -> str:
+        """Why it is not possible, or why its run failed."""
+        return self.refused or (self.result.error if self.result else "")
+
     def samples(self, world_size: int) -> int:
         """Samples of all ranks in a step; 1 if unknown."""
         planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
@@ -100,10 +105,9 @@ class Tuned:
     @property
     def gain(self) -> float | None:
         """The improvement of the best over the given configuration, as a factor."""
-        best, given = self.best, self.rows[0]
-        if best is None or given.seconds is None:
-            return None
-        return (self.cost(given) or 0.0) / (self.cost(best) or 1.0)
+        given = self.cost(self.rows[0])
+        best = None if self.best is None else self.cost(self.best)
+        return None if given is None or best is None else given / (best or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
@@ -129,7 +133,7 @@ class Tuned:
             "score": None if row.seconds is None else row.score(row.seconds, self.metric, self.world_size),
             "nbytes": result.nbytes if result and row.seconds else None,
             "trial": row.trial,
-            "reason": row.refused or (result.error if result else ""),
+            "reason": row.reason,
         }
 
     def __rich__(self) -> Group:
@@ -152,30 +156,23 @@ def _report(tuned: Tuned) -> Group:
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     table.add_column("candidate", min_width=24)
-    heads = ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[tuned.metric])
-    for name in heads:
+    for name in ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[tuned.metric]):
         table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
     table.add_column("")
     for row in _ordered(tuned):
         table.add_row(*_cells(tuned, row, scale))
-    lines = list(tuned.notes)
-    if tuned.best is not None:
-        lines.append(_conclusion(tuned))
-    if tuned.use:
-        lines += ["", tuned.use]
-    return Group(table, "", *lines)
+    conclusion = [] if tuned.best is None else [_conclusion(tuned, tuned.best)]
+    return Group(table, "", *tuned.notes, *conclusion, *(["", tuned.use] if tuned.use else []))
 
 
 def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
-    best, result = tuned.best, row.result
-    is_best = best is not None and row.candidate.name == best.candidate.name
     measured = ["", "", ""]
-    if row.seconds is not None and result is not None:
+    if row.seconds is not None and row.result is not None:
         score = row.score(row.seconds, tuned.metric, tuned.world_size)
-        measured = [shown(result.nbytes, scale), f"{row.seconds:.3g}", f"{score:.4g}"]
-    why = row.refused or (result.error if result else "") or ("as given" if row.candidate.is_given else "")
+        measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{score:.4g}"]
+    why = row.reason or ("as given" if row.candidate.is_given else "")
     return [
-        "→" if is_best else "",
+        "→" if tuned.best is not None and row.candidate.name == tuned.best.candidate.name else "",
         row.candidate.name,
         "" if row.trial is None else str(row.trial + 1),
         shown(row.nbytes, scale) if row.nbytes else "",
@@ -199,9 +196,8 @@ def _ordered(tuned: Tuned) -> list[Row]:
     return sorted(tuned.rows, key=rank)
 
 
-def _conclusion(tuned: Tuned) -> str:
-    best, num_runs = tuned.best, sum(row.trial is not None for row in tuned.rows)
-    assert best is not None
+def _conclusion(tuned: Tuned, best: Row) -> str:
+    num_runs = sum(row.trial is not None for row in tuned.rows)
     text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
     if best.candidate.is_given:
         return f"{text}, the given configuration"

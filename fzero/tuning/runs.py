@@ -259,21 +259,18 @@ class Runs:
         ended = self._run(key, keys, request)
         return (None if ended.result is None else {"key": key} | ended.result), ended.error
 
-    def _log(self, key: str) -> Path:
-        return self.folder / f"{key}.log"
-
     def _run(self, key: str, keys: Keys, request: Request) -> _Ended:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Absolute paths, because the script may change its working directory.
-        config, out = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out"))
+        config, out, log = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out", "log"))
         out.unlink(missing_ok=True)
         keys, folders = _with_own_files(changed(keys, {"autotuning": None}), key)
         config.write_text(json.dumps(keys, indent=2))
         words = self.script.words(str(config), mapped(keys, self.arg_mappings))
         began = time.monotonic()
         try:
-            with self._log(key).open("wb") as log:
-                code = _start(words, replace(request, out=str(out)), log, self.time_limit)
+            with log.open("wb") as written:
+                code = _start(words, replace(request, out=str(out)), written, self.time_limit)
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +281,7 @@ class Runs:
             return _Ended(result, took)
         if code is None:
             return _Ended(None, took, f"no result in {self.time_limit:g} s", timed_out=True)
-        return _Ended(None, took, reason(self._log(key).read_text(errors="replace"), code, request))
+        return _Ended(None, took, reason(log.read_text(errors="replace"), code, request))
 
 
 def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:

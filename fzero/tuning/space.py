@@ -92,7 +92,6 @@ def candidates(
     stages: Sequence[int] = STAGES,
     offload: Sequence[Kind] = ("device",),
     nvme_path: str | None = None,
-    checkpoints: bool = True,
 ) -> list[Candidate]:
     """The given configuration, then all others.
 
@@ -103,20 +102,19 @@ def candidates(
         stages: the stages to try.
         offload: the kinds of memory that may hold optimizer state and parameters.
         nvme_path: the folder of files.
-        checkpoints: whether to try checkpointing; False keeps the configuration's choice.
 
     Raises:
         ConfigError: the configuration is invalid.
     """
-    given = _given(keys, world_size)
-    every = quietly(keys).activation_checkpointing.every
+    cfg = quietly(keys)
+    _, own_micro, own_steps = cfg.batch_sizes(world_size)
+    given = Candidate(Setting.of(cfg), own_micro, own_steps, keys, is_given=True)
+    every = cfg.activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
-    with_or_without = [False, True] if checkpoints else [given.choice.checkpoints]
     buckets = [False] if settings.fast else [False, True]
     space = [given]
-    for stage, (micro, steps), has, opt, params, small in product(
-        stages, sizes, with_or_without, offload, offload, buckets
-    ):
+    choices = product(stages, sizes, [False, True], offload, offload, buckets)
+    for stage, (micro, steps), has, opt, params, small in choices:
         choice = Setting(stage, opt, params, has, small, given.choice.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
@@ -124,12 +122,6 @@ def candidates(
             changes.setdefault("activation_checkpointing", {"every": None})
             space.append(Candidate(choice, micro, steps, changed(keys, changes)))
     return space
-
-
-def _given(keys: Keys, world_size: int) -> Candidate:
-    cfg = quietly(keys)
-    _, micro, steps = cfg.batch_sizes(world_size)
-    return Candidate(Setting.of(cfg), micro, steps, keys, is_given=True)
 
 
 def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
@@ -145,12 +137,10 @@ def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator
     if micro is None or cfg.elasticity.enabled:
         yield micro, steps
         return
-    keeps = cfg.train_batch_size is not None
-    total = micro * steps
-    if keeps:
-        sizes = [size for size in range(1, total + 1) if total % size == 0]
-    else:
-        sizes = sorted({int(micro * 2.0**power) for power in range(-10, 11) if micro * 2.0**power >= 1})
+    keeps, total = cfg.train_batch_size is not None, micro * steps
+    sizes = {size for size in range(1, total + 1) if total % size == 0}
+    if not keeps:
+        sizes = {int(micro * 2.0**power) for power in range(-10, 11) if micro * 2.0**power >= 1}
     least, most = settings.min_train_batch_size or 0, settings.max_train_batch_size or math.inf
     allowed = [
         size
@@ -216,6 +206,5 @@ def _with_its_limit(candidate: Candidate, rung: Rung) -> Candidate:
     before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters
     if candidate.is_given or not rung.column.note or limit in (None, before):
         return candidate
-    return replace(
-        candidate, keys=changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
-    )
+    keys = changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
+    return replace(candidate, keys=keys)
