@@ -235,10 +235,9 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
     and for ranks that torchrun did not end because of a second signal or because this process died.
     """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
-    command = [sys.executable, "-I", "-S", reaper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
-    command += [str(SECONDS_TO_END), folder]
+    mark = f"FZERO_JOB={os.environ['FZERO_JOB']}"
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-I", "-S", reaper.__file__, mark, str(SECONDS_TO_END), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -258,6 +257,7 @@ def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> Lau
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, but works only once for agents of several hosts.
     keeps_order = num_nodes > 1 and not work.starts_again
+    configs = {"rank": work.node_rank} if keeps_order else {"last_call_timeout": work.last_call, "secret": secret}
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,
@@ -266,9 +266,7 @@ def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> Lau
         run_id=secret.name if secret else f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
         rdzv_backend="static" if keeps_order else BACKEND,
         rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
-        rdzv_configs={"rank": work.node_rank, "timeout": 300}
-        if keeps_order
-        else {"timeout": 300, "last_call_timeout": work.last_call, "secret": secret},
+        rdzv_configs={"timeout": 300, **configs},
         max_restarts=work.max_restarts,
         monitor_interval=0.1,
         local_addr=work.master_addr if num_nodes == 1 else work.host.name,
@@ -341,9 +339,8 @@ def watch_leash() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the agent of one host, on the leash of the launcher that started it."""
-    parser = argparse.ArgumentParser(
-        prog="fzero.launch.agent", description="Starts the ranks of one host; `fzero` calls it."
-    )
+    description = "Starts the ranks of one host; `fzero` calls it."
+    parser = argparse.ArgumentParser(prog="fzero.launch.agent", description=description)
     parser.add_argument("--world_info", required=True, type=decode)
     parser.add_argument("--node_rank", required=True, type=int)
     parser.add_argument("--master_addr", required=True)

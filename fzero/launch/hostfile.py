@@ -61,36 +61,26 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        match = LINE.match(content)
-        if match is None:
-            raise ValueError(
-                f"{source}, line {number}: {content!r} is not 'host slots=N'; write for example 'node1 slots=8'"
-            )
-        name, slots = match["name"], int(match["slots"])
-        if name in found:
-            raise ValueError(
-                f"{source}, line {number}: host {name!r} is in line {found[name][0]} already; name it once"
-            )
-        if slots < 1:
-            raise ValueError(
-                f"{source}, line {number}: host {name!r} needs at least one slot; leave out the line otherwise"
-            )
         try:
-            found[name] = number, Host(name, tuple(range(slots)))
+            host = _host_of(content)
+            if host.name in found:
+                raise ValueError(f"host {host.name!r} is in line {found[host.name][0]} already; name it once")
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error}") from None
+        found[host.name] = number, host
     if not found:
         raise ValueError(f"{source}: names no host; write lines such as 'node1 slots=8'")
     return tuple(host for _, host in found.values())
 
 
-def hostfile(hosts: Iterable[Host]) -> str:
-    """The text that `parse_hostfile` reads, for hosts that use their first slots.
-
-    >>> hostfile([Host("a", (0, 1))])
-    'a slots=2\\n'
-    """
-    return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)
+def _host_of(line: str) -> Host:
+    match = LINE.match(line)
+    if match is None:
+        raise ValueError(f"{line!r} is not 'host slots=N'; write for example 'node1 slots=8'")
+    name, slots = match["name"], int(match["slots"])
+    if slots < 1:
+        raise ValueError(f"host {name!r} needs at least one slot; leave out the line otherwise")
+    return Host(name, tuple(range(slots)))
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
@@ -137,10 +127,9 @@ def choose(
         num_nodes: this many of the first hosts; not together with a filter.
         slots_per_host: slots 0 to this of every host; not together with a filter.
     """
-    filters = [f"--{name}" for name, text in (("include", include), ("exclude", exclude)) if text]
-    counts = [
-        f"--{name}" for name, count in (("num_nodes", num_nodes), ("num_gpus", slots_per_host)) if count is not None
-    ]
+    filters = [name for name, text in {"--include": include, "--exclude": exclude}.items() if text]
+    given_counts = {"--num_nodes": num_nodes, "--num_gpus": slots_per_host}
+    counts = [name for name, count in given_counts.items() if count is not None]
     if len(filters) == 2 or (filters and counts):
         raise ValueError(f"{' and '.join(filters + counts)} exclude each other: give one of them")
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
@@ -161,16 +150,15 @@ def choose(
             raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}")
         if missing := {*(slots or ())} - {*have[name]}:
             raise ValueError(f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has {[*have[name]]}")
-    picked = {name: {*(have[name] if slots is None else slots)} for name, slots in named.items()}
-    kept = []
-    for host in hosts:
-        chosen = picked.get(host.name, set())
-        slots = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
-        if slots:
-            kept.append(Host(host.name, slots))
-    if not kept:
+    picked = {(name, slot) for name, slots in named.items() for slot in (have[name] if slots is None else slots)}
+
+    def kept(host: Host) -> Host:
+        return Host(host.name, tuple(slot for slot in host.slots if ((host.name, slot) in picked) == bool(include)))
+
+    left = tuple(host for host in map(kept, hosts) if host.slots)
+    if not left:
         raise ValueError(f"{filters[0]} {text!r}: leaves no slot on any host")
-    return tuple(kept)
+    return left
 
 
 def encode(hosts: Iterable[Host]) -> str:

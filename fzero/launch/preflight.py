@@ -96,9 +96,8 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
             ahead = "ahead" if answer.clock_error > 0 else "behind"
             warnings.append(f"{host.name}: its clock is {abs(answer.clock_error):.1f} s {ahead}")
         if 0 < answer.num_devices <= max(host.slots):
-            warnings.append(
-                f"{host.name}: slot {max(host.slots)} is to be used, and it has {answer.num_devices} devices"
-            )
+            wanted = f"slot {max(host.slots)} is to be used"
+            warnings.append(f"{host.name}: {wanted}, and it has {answer.num_devices} devices")
     return stops, warnings
 
 

@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fzero import ConfigError
-from fzero.cli.plan_profile import nbytes as bytes_of, positive, told
+from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, told
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
 from fzero.estimation.compare import Keys
@@ -51,18 +51,13 @@ the timed steps. It is started again for each run: let it write to a separate fo
 def flags() -> argparse.ArgumentParser:
     """The flags of `fzero tune` itself; they precede the script, mixed with those of the launcher."""
     usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
-    made = argparse.ArgumentParser(
-        prog="fzero tune", add_help=False, allow_abbrev=False, usage=usage, description=TUNE, epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    made = parser_of("tune", TUNE, EXAMPLES, usage=usage, add_help=False, allow_abbrev=False)
     made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="limit of a rank (default: available memory)")
-    made.add_argument(
-        "--time_limit", type=positive, default=300.0, metavar="S", help="seconds of one run (default 300)"
-    )
+    seconds = "seconds of one run (default 300)"
+    made.add_argument("--time_limit", type=positive, default=300.0, metavar="S", help=seconds)
     made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="stages to try (default all)")
-    made.add_argument(
-        "--offload", choices=("host", "nvme"), help="also try offload to it; otherwise only if nothing fits"
-    )
+    memories = "also try offload to it; otherwise only if nothing fits"
+    made.add_argument("--offload", choices=("host", "nvme"), help=memories)
     made.add_argument("--nvme", metavar="PATH", help="a folder on a local disk, for --offload nvme")
     made.add_argument("--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)")
     made.add_argument("--overwrite", action="store_true", help="discard results and measure again")
