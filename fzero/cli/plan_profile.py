@@ -269,6 +269,8 @@ def told(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: boo
             print(f"warning: {warning.message}", file=sys.stderr)
     if as_json:
         print(json.dumps(data, indent=2, default=str))
+    elif isinstance(report, str):
+        print(report)
     else:
         print_report(report)
     return 0

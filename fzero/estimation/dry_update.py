@@ -20,8 +20,7 @@ from fzero.storage.buffer_sizes import updated_specs, updates_on_host
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
-MOST_SUB_GROUPS = 16
-"""The most sub-groups of one buffer in a dry run; if there are more, several are simulated as one."""
+MOST_SUB_GROUPS = 16  # the most sub-groups of one buffer in a dry run; if there are more, several are simulated as one
 
 
 def update(ledger: MemoryLedger) -> None:

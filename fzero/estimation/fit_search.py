@@ -31,8 +31,7 @@ class Setting:
     params: str = "device"
     checkpoints: bool = False
     small: bool = False
-    inputs: str = "device"
-    """Where the inputs of checkpointed modules are kept; no effect without checkpointing."""
+    inputs: str = "device"  # where the inputs of checkpointed modules are kept; no effect without checkpointing
 
     @classmethod
     def of(cls, cfg: Config) -> Self:

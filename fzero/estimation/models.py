@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 HEAD, VOCABULARY = 128, 32_000
-ASPECT = 96
-"""The preferred width over depth of a GPT, about that of published ones."""
+ASPECT = 96  # the preferred width over depth of a GPT, about that of published ones
 
 
 class ModelError(ValueError):

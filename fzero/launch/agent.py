@@ -59,11 +59,9 @@ class Failure:
 
     rank: int
     host: str
-    code: int
-    """0 where a rank ended normally while others still waited for it."""
+    code: int  # 0 where a rank ended normally while others still waited for it
     time: float
-    follows: bool
-    """Whether the rank's error only reports that another rank has died."""
+    follows: bool  # whether the rank's error only reports that another rank has died
     lines: tuple[str, ...]
 
     @property
@@ -88,17 +86,14 @@ class Work:
 
     hosts: tuple[Host, ...]
     node_rank: int
-    program: tuple[str, ...]
-    """The command of every rank."""
+    program: tuple[str, ...]  # the command of every rank
     master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    """0 chooses a free port, on one host."""
+    master_port: int = 0  # 0 chooses a free port, on one host
     log_dir: str | None = None
     max_restarts: int = 0
     min_nodes: int | None = None
     """The job continues with fewer hosts than `hosts`, down to this number; the order of hosts is not kept then."""
-    last_call: int = LAST_CALL
-    """Seconds that the minimum of hosts waits for more."""
+    last_call: int = LAST_CALL  # seconds that the minimum of hosts waits for more
 
     @property
     def host(self) -> Host:

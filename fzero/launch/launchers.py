@@ -41,8 +41,7 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
-    line: str | None = None
-    """If there is one, the command ends when its input ends."""
+    line: str | None = None  # if there is one, the command ends when its input ends
 
     def __str__(self) -> str:
         sets = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -58,11 +57,9 @@ class Job:
     environment: Mapping[str, str]
     """The variables for other hosts: forwarded ones, those of the environment file, and the secret of the job. Their values are
     never part of a command: agents read them from their input, mpirun and srun from their own environment."""
-    folder: str
-    """The working directory of the ranks, which must exist on every host."""
+    folder: str  # the working directory of the ranks, which must exist on every host
     launcher_args: tuple[str, ...] = ()
-    ssh_args: tuple[str, ...] = ()
-    """Options of ssh, also under pdsh and for checks."""
+    ssh_args: tuple[str, ...] = ()  # options of ssh, also under pdsh and for checks
     python: str = sys.executable
 
     @property

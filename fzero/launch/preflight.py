@@ -41,10 +41,8 @@ class Answer:
     torch: str
     fzero: str
     num_devices: int
-    clock_error: float
-    """Seconds by which its clock is ahead of ours, less the time of the probe."""
-    missing: Sequence[str] = ()
-    """Files that it lacks."""
+    clock_error: float  # seconds by which its clock is ahead of ours, less the time of the probe
+    missing: Sequence[str] = ()  # files that it lacks
 
     @property
     def versions(self) -> tuple[str, str, str]:

@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-BACKEND = "fzero"
-"""The name under which torchrun finds both."""
+BACKEND = "fzero"  # the name under which torchrun finds both
 SECRET = "FZERO_SECRET"
 """The variable that holds the secret of a job, the same on every host. Never an argument: `ps` shows those."""
 FEWEST = 16  # characters of a secret

@@ -38,8 +38,7 @@ class _Span(NamedTuple):
     start: int
     stop: list[int]
     name: str
-    around: int
-    """The index of the enclosing call; -1 for none."""
+    around: int  # the index of the enclosing call; -1 for none
 
 
 @dataclass(slots=True, eq=False)

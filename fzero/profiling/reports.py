@@ -184,10 +184,8 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
 
 
 def _tree(profile: Profile, deepest: int) -> Table:
-    table = Table(title="module by module", title_justify="left", box=None)
-    table.add_column("module", no_wrap=True)
-    for name in ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("module", "parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
+    table = _table("module by module", *columns)
     total, around = profile.model.forward, [""]
     for module in profile.modules:
         around[module.depth + 1 :] = []
@@ -241,19 +239,20 @@ def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -
       backward  300   75%
       all       400   100%
     """
-    title = "wall clock" if step is None else f"wall clock of step {step}"
-    table = Table(title=title, title_justify="left", box=None)
-    _add_columns(table, ("part", "ms", "share"))
+    table = _table("wall clock" if step is None else f"wall clock of step {step}", "part", "ms", "share")
     total = sum(seconds.values())
     for name, value in {**seconds, "all": total}.items():
         table.add_row(name, f"{value * 1e3:.4g}", f"{value / total:.0%}" if total else "")
     return table
 
 
-def _add_columns(table: Table, names: Sequence[str]) -> None:
-    """A column of words, then columns of numbers."""
-    for index, name in enumerate(names):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+def _table(title: str, words: str, *numbers: str) -> Table:
+    """A table with a column of words, then columns of numbers."""
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column(words, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 class MemoryRow(NamedTuple):
@@ -267,8 +266,7 @@ class MemoryRow(NamedTuple):
 
 def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
     """`memory_breakdown`: the memory of a rank after each part of a step."""
-    table = Table(title=f"memory of step {step}, GB", title_justify="left", box=None)
-    _add_columns(table, ("after", "on the device", "the most", "host"))
+    table = _table(f"memory of step {step}, GB", "after", "on the device", "the most", "host")
     for row in rows:
         table.add_row(row.part, *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)))
     return table
@@ -284,8 +282,7 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
       gather     100    100   300
       norm         0      0    50
     """
-    table = Table(title="waited for, ms", title_justify="left", box=None)
-    _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))
+    table = _table("waited for, ms", "what", *(("rank 0", "least", "most") if len(waited) > 1 else ("",)))
     for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
         times = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
         shown = (times[0], min(times), max(times)) if len(times) > 1 else (times[0],)

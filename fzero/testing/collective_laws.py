@@ -26,8 +26,7 @@ from fzero.optim.transforms import leaf_names, same_bits
 from fzero.testing.laws import Laws
 from sharding.views import torch_dtype
 
-GUARD = 4
-"""Elements of other tensors before and after the argument of a collective, in the same memory."""
+GUARD = 4  # elements of other tensors before and after the argument of a collective, in the same memory
 LARGE = 512
 """From this number of elements in a shard on, a hook must not send more than the exact collectives: overhead such as a code
 book, a scale or a header is small then."""
@@ -121,15 +120,13 @@ class _Round(NamedTuple):
     gather_state: Any
     sum: Any
     reduce_state: Any
-    is_unchanged: tuple[bool, bool]
-    """Whether the arguments of gather and of reduce_scatter are unchanged."""
+    is_unchanged: tuple[bool, bool]  # whether the arguments of gather and of reduce_scatter are unchanged
 
 
 class _Run(NamedTuple):
     """The results of the rounds, by rank and round."""
 
-    first_states: list[tuple[Any, Any]]
-    """The initial states of gather and of reduce_scatter, by rank."""
+    first_states: list[tuple[Any, Any]]  # the initial states of gather and of reduce_scatter, by rank
     rounds: list[list[_Round]]
     sent: list[list[CommRecord]]
     sent_nbytes: list[int]

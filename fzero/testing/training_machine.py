@@ -49,8 +49,7 @@ from sharding.views import torch_dtype, unflatten
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """The folder of checkpoints, in memory if possible: waiting for a disk would take most of the time."""
 
-NUM_RULES = 8
-"""The most rules of one run."""
+NUM_RULES = 8  # the most rules of one run
 
 
 class Optimizer(NamedTuple):

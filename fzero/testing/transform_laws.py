@@ -27,14 +27,11 @@ from sharding import FlatLayout, TensorSpec
 from sharding.testing import overflow_patterns, tensor_specs, world_sizes
 from sharding.views import dtype_name, torch_dtype
 
-GUARD = 8 * ALIGNMENT
-"""Elements of other tensors before and after a shard, in the same memory."""
+GUARD = 8 * ALIGNMENT  # elements of other tensors before and after a shard, in the same memory
 
-Make = Callable[[], Transform]
-"""Makes a new instance of the transform."""
+Make = Callable[[], Transform]  # makes a new instance of the transform
 TRANSFORM_LAWS = Laws[Make, Any](updates(min_parameters=1))
-CAPTURE_LAWS = Laws[Make, Updates](updates())
-"""The additional laws for a step that is compiled as one graph."""
+CAPTURE_LAWS = Laws[Make, Updates](updates())  # the additional laws for a step that is compiled as one graph
 RATE_LAWS = Laws[Callable[[Any], Transform], Updates](updates(min_parameters=1))
 """The law for a function of the learning rate in a step that is compiled as one graph."""
 

@@ -30,8 +30,7 @@ class Updates:
     dtype: str
     num_updates: int
     seed: int
-    start: int = 0
-    """The number of earlier updates, by the state's own counts (`fzero.optim.elementwise.started`)."""
+    start: int = 0  # the number of earlier updates, by the state's own counts (`fzero.optim.elementwise.started`)
 
     @property
     def param(self) -> Tensor:
@@ -82,8 +81,7 @@ class Skips(NamedTuple):
     """Updates of which some are skipped."""
 
     updates: Updates
-    overflows: tuple[tuple[bool, ...], ...]
-    """Per step and rank, whether a gradient is not finite."""
+    overflows: tuple[tuple[bool, ...], ...]  # per step and rank, whether a gradient is not finite
 
 
 class Cut(NamedTuple):

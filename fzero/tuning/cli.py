@@ -276,8 +276,7 @@ class Tuning:
 # --- progress ----------------------------------------------------------------------------------------------------
 
 
-_Show = Callable[[str, int, int], None]
-"""(what, number of runs before it, the most runs)."""
+_Show = Callable[[str, int, int], None]  # (what, number of runs before it, the most runs)
 
 
 @contextmanager

@@ -50,8 +50,7 @@ ERROR = re.compile(
 )
 """The first line of an error; the following lines are its message."""
 OF_RANK = re.compile(r"^\[rank \d+\]")
-OF_OTHERS = ("CollectiveError", "ChildFailedError")
-"""Exceptions of ranks that failed only because another rank did."""
+OF_OTHERS = ("CollectiveError", "ChildFailedError")  # exceptions of ranks that failed only because another rank did
 RAISED = re.compile(r"^(?:\s*\[[^]]*\]:?)*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Failure)): (.+)$", re.M)
 
 

@@ -26,18 +26,12 @@ Array = npt.NDArray[np.float64]
 Kind = Literal["model_based", "random", "gridsearch"]
 
 # Standard deviations of logarithms: 0.1 is about 10 % of a cost.
-OFFSET = 2.0
-"""The common error of all predictions: the rates of a machine are known only roughly."""
-SLOPE = 0.5
-"""The relative error of the differences between predictions."""
-EFFECT = 0.3
-"""The error that one feature adds to the prediction."""
-OWN = 0.15
-"""The error of a single point, which is similar for close points."""
-NOISE = 0.03
-"""The error of a measurement."""
-ENOUGH = 0.003
-"""The expected improvement below which the search ends."""
+OFFSET = 2.0  # the common error of all predictions: the rates of a machine are known only roughly
+SLOPE = 0.5  # the relative error of the differences between predictions
+EFFECT = 0.3  # the error that one feature adds to the prediction
+OWN = 0.15  # the error of a single point, which is similar for close points
+NOISE = 0.03  # the error of a measurement
+ENOUGH = 0.003  # the expected improvement below which the search ends
 
 
 @dataclass(frozen=True, slots=True)
