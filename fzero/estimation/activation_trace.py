@@ -50,26 +50,20 @@ class Work(NamedTuple):
 
 
 class TraceEvent(NamedTuple):
-    """An event of a parameter, and the operators that run until the next event.
+    """An event of a parameter, and what happens until the next event.
 
-    Attributes:
-        kind: `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready;
-            `boundary`: the forward/backward boundary.
-        name: of the parameter.
-        most, now: bytes of activations: the peak until the next event, and those when it starts.
-        work: of the operators.
-        waiting: the peak until the next event of checkpointed inputs in host memory, in bytes.
-        leaves, returns: bytes of such inputs that are copied to host memory until the next event, and back.
+    `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready; `boundary`:
+    the forward/backward boundary. Sizes are in bytes.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
-    name: str = ""
-    most: int = 0
-    now: int = 0
+    name: str = ""  # of the parameter
+    most: int = 0  # the peak of activations
+    now: int = 0  # activations when the event starts
     work: tuple[Work, ...] = ()
-    waiting: int = 0
-    leaves: int = 0
-    returns: int = 0
+    waiting: int = 0  # the peak of checkpointed inputs in host memory
+    leaves: int = 0  # such inputs that are copied to host memory
+    returns: int = 0  # and those that are copied back
 
 
 @dataclass(frozen=True, slots=True)

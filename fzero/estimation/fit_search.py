@@ -61,17 +61,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One configuration, and its needs.
+    """One configuration, and its needs."""
 
-    Attributes:
-        name: its change from the rung before.
-        choice: its choices.
-        column: its plan and dry run.
-    """
-
-    name: str
+    name: str  # its change from the rung before
     choice: Setting
-    column: Candidate = field(repr=False)
+    column: Candidate = field(repr=False)  # its plan and dry run
 
     @property
     def seconds(self) -> float:

@@ -18,26 +18,20 @@ from fzero.plans.unit_scheduler import UnitScheduler
 
 
 class Part(NamedTuple):
-    """An event of a unit, and the work until the next part.
+    """An event of a unit, and what happens until the next part, as in `TraceEvent`.
 
-    Attributes:
-        kind: as in `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are
-            ready; `use`: it needs parameters that every rank holds in full.
-        ends: whether this is the unit's last gradient.
-        numel: elements of these gradients.
-        most, now: bytes of activations: the peak until the next part, and those when it starts.
-        seconds: of the work.
-        waiting, leaves, returns: as in `TraceEvent`.
+    The unit is entered, its gathered parameters are needed again, or gradients of `key` are ready; `use`: it needs parameters
+    that every rank holds in full.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "use", "grad"]
     unit: str = ""
     key: str = ""
-    ends: bool = False
-    numel: int = 0
+    ends: bool = False  # whether this is the unit's last gradient
+    numel: int = 0  # of these gradients
     most: int = 0
     now: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the work
     waiting: int = 0
     leaves: int = 0
     returns: int = 0

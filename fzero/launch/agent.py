@@ -111,17 +111,11 @@ class Work:
 
     def arguments(self) -> list[str]:
         """The arguments of this module for the work."""
-        options = {
-            "world_info": encode(self.hosts),
-            "node_rank": self.node_rank,
-            "master_addr": self.master_addr,
-            "master_port": self.master_port,
-            "log_dir": self.log_dir,
-            "max_restarts": self.max_restarts or None,
-            "min_nodes": self.min_nodes,
-            "last_call": self.last_call if self.last_call != LAST_CALL else None,
-        }
-        return [*(f"--{name}={value}" for name, value in options.items() if value is not None), "--", *self.program]
+        options = {name: getattr(self, name) for name in ("node_rank", "master_addr", "master_port", "log_dir")}
+        options |= {"max_restarts": self.max_restarts or None, "min_nodes": self.min_nodes}
+        options["last_call"] = self.last_call if self.last_call != LAST_CALL else None
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return [f"--world_info={encode(self.hosts)}", *given, "--", *self.program]
 
 
 def run(work: Work, *, reports: bool = False) -> int:

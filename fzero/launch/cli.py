@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,16 +57,7 @@ def parser() -> argparse.ArgumentParser:
         hyphens = [name.replace("_", "-")] if "_" in name else []
         made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
 
-    _add_ranks(add)
-    _add_hosts(add)
-    _add_launcher(add)
-    made.add_argument("script")
-    made.add_argument("args", nargs=argparse.REMAINDER)
-    return made
-
-
-def _add_ranks(add: Callable[..., None]) -> None:
-    """The flags about the ranks of a host and their program."""
+    # the ranks of a host, and their program
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
     add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
     where = f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)"
@@ -74,10 +65,7 @@ def _add_ranks(add: Callable[..., None]) -> None:
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
-
-
-def _add_hosts(add: Callable[..., None]) -> None:
-    """The flags about the choice of hosts, and about lost ones."""
+    # the choice of hosts, and lost ones
     lines = f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)"
     add("--hostfile", "-H", type=Path, metavar="FILE", help=lines)
     add("--include", "-i", default="", metavar="FILTER", help="only these: 'host:slot,slot@host'")
@@ -91,10 +79,7 @@ def _add_hosts(add: Callable[..., None]) -> None:
     add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
     add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
     add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
-
-
-def _add_launcher(add: Callable[..., None]) -> None:
-    """The flags about starting the hosts."""
+    # starting the hosts
     add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
     add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
     add("--ssh_port", type=port, metavar="P")
@@ -104,6 +89,9 @@ def _add_launcher(add: Callable[..., None]) -> None:
     add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
     add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
     add("--dry_run", action="store_true", help="print the commands and run nothing")
+    made.add_argument("script")
+    made.add_argument("args", nargs=argparse.REMAINDER)
+    return made
 
 
 def port(text: str) -> int:

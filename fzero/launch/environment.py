@@ -11,20 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FORWARDED = (
-    "CUDA_DEVICE_",
-    "DEEPSPEED_TIMEOUT",
-    "FZERO_TIMEOUT",
-    "FZERO_TUNE",
-    "GLOO",
-    "MALLOC_",
-    "MLFLOW",
-    "MV2",
-    "NCCL",
-    "OMP_",
-    "PYTHON",
-    "TORCH_",
-    "UCX",
-)
+    "CUDA_DEVICE_", "DEEPSPEED_TIMEOUT", "FZERO_TIMEOUT", "FZERO_TUNE", "GLOO", "MALLOC_", "MLFLOW", "MV2", "NCCL",
+    "OMP_", "PYTHON", "TORCH_", "UCX",
+)  # fmt: skip
 """Prefixes of the variables that are forwarded to other hosts. Values may be secret (MLFLOW_TRACKING_PASSWORD), so they are
 never part of a command, which `ps` shows."""
 

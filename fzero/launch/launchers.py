@@ -147,11 +147,7 @@ def _of_ranks(job: Job, *words: str) -> tuple[Command, ...]:
 
 
 LAUNCHERS: Mapping[str, Callable[[Job], tuple[Command, ...]]] = {
-    "ssh": ssh,
-    "pdsh": pdsh,
-    "openmpi": openmpi,
-    "mvapich": mvapich,
-    "slurm": slurm,
+    launcher.__name__: launcher for launcher in (ssh, pdsh, openmpi, mvapich, slurm)
 }
 PROGRAMS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun", "mvapich": "mpirun", "slurm": "srun"}
 HAVE_AGENTS = ("ssh", "pdsh")

@@ -30,18 +30,9 @@ from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling.profiler import matrix_rate
 
-PACKAGES = [
-    "fzero",
-    "torch",
-    "numpy",
-    "optree",
-    "einops",
-    "pydantic",
-    "rich",
-    "safetensors",
-    "transformers",
-    "deepspeed",
-]
+PACKAGES = (
+    "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
+)  # fmt: skip
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
 SECONDS = 0.3  # per rate

@@ -119,25 +119,15 @@ def run(arguments: list[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """One call of `fzero tune`.
-
-    Attributes:
-        script: the tuned script.
-        keys: its configuration, as in the file.
-        settings: the block `autotuning`.
-        request: the request to the ranks; the mode varies.
-        time_limit: seconds of one run.
-        out: the file of the best configuration.
-        overwrite: whether to discard earlier results.
-    """
+    """One call of `fzero tune`."""
 
     script: Script
-    keys: Keys
+    keys: Keys  # its configuration, as in the file
     settings: Autotuning
-    request: Request
-    time_limit: float
-    out: Path
-    overwrite: bool
+    request: Request  # to the ranks; the mode varies
+    time_limit: float  # seconds of one run
+    out: Path  # the file of the best configuration
+    overwrite: bool  # whether to discard earlier results
 
     @classmethod
     def of(cls, given: argparse.Namespace, script: Script) -> Tuning:

@@ -47,26 +47,16 @@ VARIABLE = "FZERO_TUNE"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command's request to the ranks.
-
-    Attributes:
-        mode: plan all candidates; plan them without a batch, once the model exists; or time steps.
-        out: the file that rank 0 writes.
-        memory: bytes that a rank may use; None is the machine's memory, without an enforced limit.
-        start, end: the first and the last timed step, from 1.
-        keys: the script's configuration, as in the file.
-        stages, offload, nvme_path: the choices of candidates (`fzero.tuning.space.candidates`); if nothing fits, more offload
-            is tried.
-    """
+    """The command's request to the ranks: plan all candidates, also without a batch once the model exists, or time steps."""
 
     mode: Literal["describe", "describe without a batch", "measure"]
-    out: str
-    memory: float | None = None
-    start: int = 3
-    end: int = 5
-    keys: Keys | None = None
+    out: str  # the file that rank 0 writes
+    memory: float | None = None  # bytes that a rank may use; None is the machine's memory, without an enforced limit
+    start: int = 3  # the first timed step, from 1
+    end: int = 5  # the last one
+    keys: Keys | None = None  # the script's configuration, as in the file
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    offload: tuple[Kind, ...] = ("device",)
+    offload: tuple[Kind, ...] = ("device",)  # if nothing fits, more offload is tried
     nvme_path: str | None = None
 
     def as_text(self) -> str:
@@ -119,7 +109,8 @@ class Probe:
         if is_call:  # the step itself checks its full batch
             self._check_rows(batch)
         if self._num_samples is None:
-            self._num_samples = _num_samples(batch) * self._axis.size * (self._num_micro_steps if is_call else 1)
+            num_micro_steps = self._cfg.batch_sizes(self._axis.size).num_micro_steps if is_call else 1
+            self._num_samples = _num_samples(batch) * self._axis.size * num_micro_steps
 
     def begins(self) -> None:
         """Called at the start of a step."""
@@ -150,10 +141,6 @@ class Probe:
             raise ValueError(
                 f"the script's batch has {rows[0]} rows, not {micro}: build batches by the configuration, all of one size"
             )
-
-    @property
-    def _num_micro_steps(self) -> int:
-        return self._cfg.batch_sizes(self._axis.size).num_micro_steps
 
     def _seconds(self) -> float:
         """The time of a step: on CUDA the mean, because the host does not see single steps end; else the median, which is less
@@ -194,7 +181,9 @@ class Probe:
     def _describe(self, batch: Any, *, is_call: bool) -> NoReturn:
         """Plans all candidates on rank 0 and ends the job. *Collective:* every rank."""
         request, world_size = self._request, self._axis.size
-        machine = measured_machine(self._axis, self._device)
+        self._meet()  # so that all ranks measure together
+        rates = collectives.exchange(asdict(rates_of_rank(self._axis, self._device)), self._axis)
+        machine = mean_rates([MeasuredRates(**of_rank) for of_rank in rates]).machine
         described: dict[str, Any] = {}
         if self._axis.rank == 0:
             memory = _memory(self._device)
@@ -265,13 +254,6 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
     if request is None or not isinstance(axis, ProcessAxis):
         return None
     return Probe(request, axis, model, cfg, loss_fn, device)
-
-
-def measured_machine(axis: ProcessAxis, device: torch.device) -> MachineModel:
-    """The mean rates of ranks that measure at the same time; `MachineModel`'s defaults for the rest. *Collective.*"""
-    collectives.exchange(None, axis)  # a barrier, so that all ranks start together
-    of_ranks = collectives.exchange(asdict(rates_of_rank(axis, device)), axis)
-    return mean_rates([MeasuredRates(**rates) for rates in of_ranks]).machine
 
 
 class _Seen:

@@ -22,27 +22,16 @@ UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate: its plan, and its measurement if there is one.
-
-    Attributes:
-        candidate: the configuration.
-        nbytes: planned bytes of one rank.
-        predicted: planned seconds of a step.
-        flops: operations of a step on one rank, without recomputation; 0 if they are not counted.
-        refused: why it is not possible or does not fit; then it is not measured.
-        result: of its run.
-        trial: the number of candidates measured before it; None if it was not measured.
-        is_known: whether an earlier command measured it.
-    """
+    """One candidate: its plan, and its measurement if there is one."""
 
     candidate: Candidate
-    nbytes: int = 0
-    predicted: float = 0.0
-    flops: int = 0
-    refused: str = ""
+    nbytes: int = 0  # planned, of one rank
+    predicted: float = 0.0  # planned seconds of a step
+    flops: int = 0  # of a step on one rank, without recomputation; 0 if they are not counted
+    refused: str = ""  # why it is not possible or does not fit; then it is not measured
     result: Result | None = None
-    trial: int | None = None
-    is_known: bool = False
+    trial: int | None = None  # the number of candidates measured before it; None if it was not measured
+    is_known: bool = False  # whether an earlier command measured it
 
     @property
     def seconds(self) -> float | None:
@@ -70,23 +59,14 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All candidates. `print(tuned)` shows the table.
+    """All candidates. `print(tuned)` shows the table."""
 
-    Attributes:
-        rows: in the order of the search space; the first is the configuration that the script was given.
-        metric: the optimized metric.
-        world_size: number of ranks.
-        memory: bytes that a rank may use.
-        notes: remarks below the table.
-        use: the command that uses the best configuration.
-    """
-
-    rows: tuple[Row, ...]
-    metric: Metric
+    rows: tuple[Row, ...]  # in the order of the search space; the first is the configuration that the script was given
+    metric: Metric  # the optimized one
     world_size: int
-    memory: float
-    notes: tuple[str, ...] = ()
-    use: str = field(default="", repr=False)
+    memory: float  # bytes that a rank may use
+    notes: tuple[str, ...] = ()  # below the table
+    use: str = field(default="", repr=False)  # the command that uses the best configuration
 
     def cost(self, row: Row) -> float | None:
         """The cost that the search minimizes."""

@@ -32,21 +32,13 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration that may be measured.
-
-    Attributes:
-        choice: stage, placements, checkpointing and bucket size.
-        micro, num_micro_steps: samples of a rank in a micro-step (None if the configuration sets no batch), and micro-steps
-            per step.
-        keys: the configuration, as in a file.
-        is_given: whether it is the script's own configuration.
-    """
+    """One configuration that may be measured."""
 
     choice: Setting
-    micro: int | None
+    micro: int | None  # samples of a rank in a micro-step; None if the configuration sets no batch
     num_micro_steps: int
-    keys: Keys
-    is_given: bool = False
+    keys: Keys  # the configuration, as in a file
+    is_given: bool = False  # whether it is the script's own configuration
 
     @property
     def name(self) -> str:

@@ -21,8 +21,7 @@ from fzero.comms.comm_hooks import CommHook, completed
 from fzero.testing import check_collective, check_order, check_transform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS
 from fzero.testing.order_laws import ORDER_LAWS
-from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS
-from fzero.testing.update_examples import Updates
+from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS, Updates
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 pytestmark = pytest.mark.property
