@@ -1,11 +1,11 @@
 """`trace_activations`: the memory of activations and the FLOPs of one micro-step over time, measured on fake tensors.
 
-The model runs forward and backward in a `FakeTensorMode`, with parameters of the configuration's dtypes, with or without
-checkpointing. Every storage that an operator allocates counts until it is freed: activations, other results of kernels, and
-the gradient of a parameter until a step would write it into its flat buffer. Parameters and the temporaries inside a kernel
-do not count. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on
-a GPU (`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are the
-CPU's, where attention without a mask is fused as on CUDA.
+The model runs in a `FakeTensorMode` in the configuration's dtypes, with or without checkpointing. Every storage that an
+operator allocates counts until it is freed: activations, other results of kernels, and the gradient of a parameter until a
+step would write it into its flat buffer. Parameters and the temporaries inside a kernel do not count. With
+`cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on a GPU
+(`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are the CPU's,
+where attention without a mask is fused as on CUDA.
 
 A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
 reduces. `fzero.estimation.dry_run` replays them. They are the same in all stages and placements.
@@ -108,12 +108,9 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, kind: Literal["fetch", "boundary", "unpack", "grad"], name: str = "") -> None:
         """Ends the current event and begins the next."""
-        self.events.append(
-            self._event._replace(
-                most=self._peak["device"], now=self._held["device"], work=tuple(self._work), waiting=self._peak["host"],
-                leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
-            )
-        )  # fmt: skip
+        peak, copied = self._peak, self._copied_since
+        ended = self._event._replace(most=peak["device"], now=self._held["device"], work=tuple(self._work))
+        self.events.append(ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"]))
         self._event, self._work = TraceEvent(kind, name), []
         self._peak, self._copied_since = self._held.copy(), Counter()
 

@@ -1,8 +1,5 @@
 """`compare_plans`: the bytes that a rank would hold and send, for every stage and placement side by side.
 
-    comparison = fzero.estimation.compare_plans(model, "config.json", world_size=64)
-    print(comparison)
-
 Each column is a configuration: the given one with another stage or other placements. Its numbers come from `fzero.plan`,
 which uses the layouts and specs of a real step, padding included, and from a dry run (`fzero.estimation.dry_run`), which
 gives the composition of the peak and the duration of the step.

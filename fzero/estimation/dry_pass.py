@@ -97,11 +97,8 @@ class DryPass:
     def _gather(self, name: str) -> None:
         plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
-        for buffer in self._units[name].buffers:
-            if not buffer.flow.gathers_over:
-                continue
-            fetched = self._prefetched.pop(buffer.key, None)
-            fetched = self._fetch(buffer) if fetched is None else fetched
+        for buffer in (buffer for buffer in self._units[name].buffers if buffer.flow.gathers_over):
+            fetched = self._prefetched.pop(buffer.key) if buffer.key in self._prefetched else self._fetch(buffer)
             shards += 0 if ledger.is_here(buffer.params) else ledger.nbytes_of(buffer.params)
             if buffer.flow.param_numel == buffer.padded_numel:
                 end = max(end, fetched)
@@ -165,15 +162,15 @@ class DryPass:
         reduction = _Reduction()
         for buffer in (buffer for buffer in self._units[name].buffers if buffer.trainable):
             taken = self._filling.pop(buffer.key)
-            if not buffer.flow.reduces(is_last=self.is_last):
-                self._held.add(buffer.key)
-                if taken is not None:
-                    self.ledger.write_back(buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key)
-                    self.ledger.give(taken)
+            if buffer.flow.reduces(is_last=self.is_last):
+                reduction.full += [] if taken is None else [taken]
+                reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
+                self._reduced.add(buffer.key)
                 continue
-            reduction.full += [] if taken is None else [taken]
-            reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
-            self._reduced.add(buffer.key)
+            self._held.add(buffer.key)
+            if taken is not None:
+                self.ledger.write_back(buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key)
+                self.ledger.give(taken)
         if reduction.ends:
             self._in_flight.append(reduction)
         self.ledger.write()

@@ -1,9 +1,7 @@
 """`dry_run`: the bytes that a rank holds over an eager step, and the step's duration, computed without tensors.
 
     run = dry_run(plan, trace_activations(model, cfg, batch))
-    run.nbytes, run.told              # the peak bytes on the device; when the peak is, and what it consists of
-    run.draw()                        # the bytes over the step
-    print(run.timeline)               # compute, gathers, reductions and streams, and which waits for which
+    print(run.told, run.timeline)     # the peak; compute, gathers, reductions and streams, and which waits for which
 
 A dry run executes the events of an eager step's unit scheduler on a trace of the model: it gathers and releases units, fills and
 reduces full gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations,
@@ -136,8 +134,7 @@ def dry_run(
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
             ends.append(ledger.lanes.now)
         update(ledger)
-    further_seconds = ends[0] * (plan.num_micro_steps - num)
-    memory = plan.bytes_by_memory
+    further_seconds, memory = ends[0] * (plan.num_micro_steps - num), plan.bytes_by_memory
     timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
@@ -193,9 +190,7 @@ def _draw(step: DryRun, title: str) -> Figure:
     ticks = [i for i, row in enumerate(step.rows) if i == 0 or row.label != step.rows[i - 1].label]
     few = ticks[:: -(-len(ticks) // 40)]
     axes.set_xticks(few, [step.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
-    axes.set_ylim(0, 1.12 * step.nbytes / scale)
-    axes.set_xlim(0, len(held))
-    axes.set_ylabel(f"{unit} on the device")
+    axes.set(xlim=(0, len(held)), ylim=(0, 1.12 * step.nbytes / scale), ylabel=f"{unit} on the device")
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
     figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)

@@ -41,18 +41,17 @@ class Setting:
             "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
             for block in (zero.offload_optimizer, zero.offload_param)
         )
-        is_small = zero.reduce_bucket_size == SMALL_BUCKET
-        block = cfg.activation_checkpointing
-        inputs = "host" if block.cpu_checkpointing else "device"
-        return cls(zero.stage, optimizer, params, block.every is not None, is_small, inputs)
+        checkpointing, is_small = cfg.activation_checkpointing, zero.reduce_bucket_size == SMALL_BUCKET
+        inputs = "host" if checkpointing.cpu_checkpointing else "device"
+        return cls(zero.stage, optimizer, params, checkpointing.every is not None, is_small, inputs)
 
     def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
         """The configuration keys of these choices; the device is the default. `every` n-th unit is checkpointed, None: all."""
         zero = placed(self.stage, self.optimizer, self.params, nvme_path)
         if self.small:
-            zero |= {"reduce_bucket_size": SMALL_BUCKET}
-        if self.small and self.stage == 3:
-            zero |= {"stage3_prefetch_bucket_size": 0}
+            zero |= {"reduce_bucket_size": SMALL_BUCKET} | (
+                {"stage3_prefetch_bucket_size": 0} if self.stage == 3 else {}
+            )
         if not self.checkpoints:
             return {"zero_optimization": zero}
         block = {"every": every or 1} | ({"cpu_checkpointing": True} if self.inputs == "host" else {})

@@ -1,9 +1,5 @@
 """`fit`: the fastest configuration that fits into memory, and the ladder of changes with the savings and cost of each.
 
-    found = fzero.estimation.fit(model, "config.json", world_size=8, device_nbytes=80e9)
-    print(found)
-    found.save("fits.json")
-
 `fit` plans all combinations of stage, placement, checkpointing and bucket size that the configuration allows. It chooses the
 one that fits and is fastest in a dry run (`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without
 a batch, only updates compute. Between equally fast ones it chooses the one with the fewest bytes on the device; a small
@@ -44,11 +40,8 @@ class Limits:
 
     def hold(self, rung: Rung) -> bool:
         """Whether a configuration fits."""
-        return (
-            rung.device_nbytes <= self.device
-            and rung.column.nbytes("host") <= self.host
-            and rung.column.nbytes("nvme") <= self.disk
-        )
+        limits = {"device": self.device, "host": self.host, "nvme": self.disk}
+        return all(rung.column.nbytes(kind) <= most for kind, most in limits.items())
 
 
 @dataclass(frozen=True, slots=True)

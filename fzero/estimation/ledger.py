@@ -46,8 +46,6 @@ class MemoryLedger:
         self.free = Counter(kept)
         self._held["kept"] = sum(num * numel * size for (numel, size), num in self.free.items())
 
-    # --- bytes ---------------------------------------------------------------------------------------------------
-
     def write(self, activations: int | None = None) -> None:
         """Appends a sample of the bytes in use; `activations` None keeps the last value."""
         self.activations = self.activations if activations is None else activations
@@ -81,8 +79,6 @@ class MemoryLedger:
     def nbytes_of(self, spec: TensorSpec) -> int:
         """Bytes of this rank's part of a tensor."""
         return spec.local_nbytes(self.plan.mesh)
-
-    # --- time ----------------------------------------------------------------------------------------------------
 
     def touch(self, nbytes: int, label: str = "") -> None:
         """The device reads and writes `nbytes` of memory."""

@@ -63,11 +63,9 @@ def named(word: str) -> Named:
     """
     if match := COUNT.fullmatch(word.strip()):
         return _gpt(float(match[1]) * SCALES[match[2].upper()])
-    path = Path(word)
-    if path.is_dir() and (path / "config.json").exists():
-        path = path / "config.json"
-    if path.is_file():
-        return _of_file(path)
+    for path in (Path(word), Path(word) / "config.json"):
+        if path.is_file():
+            return _of_file(path)
     return _imported(word) if ":" in word else _of_class(word)
 
 
@@ -150,9 +148,8 @@ class PlainGPT(nn.Module):
 
 def _gpt(count: float) -> Named:
     if not 1e5 <= count <= 1e14:
-        raise ModelError(
-            f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; write it as 7B or 350M"
-        )
+        rule = "a count of parameters must be between 100K and 100T"
+        raise ModelError(f"model: {rule}, got {count:.3g}; write it as 7B or 350M")
     depth, width, vocabulary = shape_of(count)
     with torch.device("meta"), _Unfilled():
         model = PlainGPT(depth, width, vocabulary)

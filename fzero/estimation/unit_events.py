@@ -80,9 +80,6 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
     yield before
 
 
-# --- the unit scheduler --------------------------------------------------------------------------------------------
-
-
 def follow(
     scheduler: UnitScheduler, part: Part, backward: Sequence[Event] | None, *, is_last: bool
 ) -> tuple[Event, ...]:

@@ -170,9 +170,8 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
         StoreError, MemoryError: there is no room for the copy of a state in files; the given state is unchanged.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
-        raise ValueError(
-            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass the result of one"
-        )
+        rule = "must be of make_train_step or of simulate"
+        raise ValueError(f"trace_comm: step {rule}, got {type(step).__name__}; pass the result of one")
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
         return plan_comm(step.one_step, step.batches_of(batch)[0])
@@ -218,17 +217,13 @@ def _title(plan: Plan) -> str:
 
 
 def _report(comm: CommTrace) -> Group:
-    table = Table(title=comm.title, title_justify="left")
-    for column in ("", "when", "what for", "unit", "collective", "axis"):
-        table.add_column(column)
+    table = Table("", "when", "what for", "unit", "collective", "axis", title=comm.title, title_justify="left")
     for column in ("elements", "bytes"):
         table.add_column(column, justify="right")
     for row in comm.rows:
         name = f"{row.collective} (joined)" if row.is_joined else row.collective
-        table.add_row(
-            str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis, f"{row.num_elements:,}",
-            f"{row.nbytes:,}",
-        )  # fmt: skip
+        what = str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis
+        table.add_row(*what, f"{row.num_elements:,}", f"{row.nbytes:,}")
     table.add_section()
     for axis, nbytes in comm.by_axis().items():
         num_elements = sum(row.num_elements for row in comm.rows if row.axis == axis)

@@ -175,9 +175,7 @@ class ModuleTimer:
     def _names_of_call(self) -> set[str]:
         names = {"", *(name for name, _, _ in self._stack)}
         if self._part == "backward":  # the parents of a recomputed module are not called again
-            names |= {
-                ".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))
-            }
+            names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, 1 + name.count("."))}
         return names
 
     def _names_of_node(self) -> set[str]:
@@ -199,11 +197,12 @@ class ModuleTimer:
                 continue  # a ModuleList, or an unused module
             while around and around[-1] and not name.startswith(f"{around[-1]}."):
                 around.pop()
+            flops = {f"{part}_flops": of_module[name] for part, of_module in self.flops.items()}
+            forward, backward = (of_module[name] for of_module in self.seconds.values())
+            num_params = sum(param.numel() for param in module.parameters())
             yield ModuleProfile(
-                name, type(module).__name__, len(around), sum(param.numel() for param in module.parameters()),
-                self.flops["forward"][name], self.flops["backward"][name],
-                self.seconds["forward"][name], self.seconds["backward"].get(name, 0.0), self.flops["again"][name],
-            )  # fmt: skip
+                name, type(module).__name__, len(around), num_params, forward=forward, backward=backward, **flops
+            )
             around.append(name)
 
 

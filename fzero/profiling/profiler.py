@@ -85,9 +85,8 @@ def profile(
         runs = [watched(counts=False) for _ in range(num_runs)]
     modules = tuple(map(fastest, counted.profiles(), *(watch.profiles() for watch in runs)))
     update = _time_update(model, {} if cfg is None else cfg, device, num_runs)
-    return Profile(
-        modules, plain.seconds["forward"], plain.seconds["backward"], update, matrix_rate(device, params[0].dtype)
-    )
+    ceiling = matrix_rate(device, params[0].dtype)
+    return Profile(modules, plain.seconds["forward"], plain.seconds["backward"], update, ceiling)
 
 
 def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, width: int = 1024) -> float:
