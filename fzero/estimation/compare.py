@@ -316,9 +316,6 @@ def quietly(keys: Keys) -> Config:
         return Config.load(dict(keys))
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
 def _report(comparison: Comparison) -> Group:
     columns = comparison.columns
     has_batch = any("activations" in one.memory["device"] for one in columns)

@@ -154,8 +154,6 @@ def _timeline(ledger: MemoryLedger, state: int, title: str) -> Timeline:
     return Timeline(tuple(ledger.lanes.spans), times, live, title)
 
 
-# --- the picture -------------------------------------------------------------------------------------------------
-
 COLORS = {
     "parameters": "#5b7fa6",
     "gradients": "#c98b5b",

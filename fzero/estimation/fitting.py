@@ -143,9 +143,6 @@ def fit(
     return Fit(limits, best, ladder, tuple(search.notes()))
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
 def _report(found: Fit) -> Group:
     scale, unit = scale_of(max(rung.device_nbytes for rung in found.ladder))
     limit = shown(found.limits.device, scale)

@@ -146,9 +146,6 @@ class CommTrace:
         self.draw().savefig(path, dpi=120)
 
 
-# --- tracing and planning ----------------------------------------------------------------------------------------
-
-
 def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> CommTrace:
     """Runs a step on a copy of the state, and returns a trace of what it sends.
 
@@ -213,9 +210,6 @@ def _title(plan: Plan) -> str:
     return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
 def _report(comm: CommTrace) -> Group:
     table = Table("", "when", "what for", "unit", "collective", "axis", title=comm.title, title_justify="left")
     for column in ("elements", "bytes"):
@@ -230,8 +224,6 @@ def _report(comm: CommTrace) -> Group:
         table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
     return Group(table)
 
-
-# --- the picture -------------------------------------------------------------------------------------------------
 
 _COLORS: dict[str, str] = {
     "gather": "tab:blue",

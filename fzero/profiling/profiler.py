@@ -103,9 +103,6 @@ def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.f
     return 2 * width**3 / min(seconds)
 
 
-# --- timing ------------------------------------------------------------------------------------------------------
-
-
 class _Clock:
     """Seconds since the last mark, by name; on CUDA the host waits for the device."""
 

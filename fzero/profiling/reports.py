@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
 
 from fzero.common.text_tables import as_text, print_report
+
+if TYPE_CHECKING:
+    from fzero.comms.records import CommRecord
+    from fzero.profiling.comm_trace import CommRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +138,6 @@ class Profile:
 
     def __str__(self) -> str:
         return as_text(self)
-
-
-# --- a profile as tables -----------------------------------------------------------------------------------------
 
 
 def _totals(profile: Profile) -> Table:
@@ -290,20 +291,9 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
     return table
 
 
-class SentRow(Protocol):
-    """The common fields of `fzero.comms.CommRecord` and `fzero.profiling.CommRow`."""
-
-    @property
-    def collective(self) -> str: ...
-
-    @property
-    def axis(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()) -> Table:
+def comms_table(
+    sent: Iterable[CommRecord | CommRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()
+) -> Table:
     """`comms_logger`: the bytes that a rank sent, by collective, axis and message size.
 
     Args:

@@ -188,8 +188,6 @@ def _copy(tree: Any) -> Any:
 
 COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
 
-# --- the laws ------------------------------------------------------------------------------------------------------
-
 
 @COLLECTIVE_LAWS.law(
     "no rank may wait for what nobody sends, and what is sent must be received",

@@ -19,10 +19,6 @@ Corners = Callable[[int], tuple[Any, ...]]
 """Examples of this many updates that are always tried after the drawn ones; too large to be drawn often or shrunk."""
 
 
-def _no_corners(num_updates: int) -> tuple[Any, ...]:
-    return ()
-
-
 class Law(NamedTuple, Generic[Subject, Example]):
     """`find_fault` describes the subject's fault in an example of `examples`, or returns None."""
 
@@ -41,7 +37,7 @@ class Laws(list[Law[Subject, Example]]):
         self._examples = examples
 
     def law(
-        self, sentence: str, fix: str, examples: st.SearchStrategy[Any] | None = None, corners: Corners = _no_corners
+        self, sentence: str, fix: str, examples: st.SearchStrategy[Any] | None = None, corners: Corners = lambda _: ()
     ) -> Callable[[FindFault[Subject, Any]], FindFault[Subject, Any]]:
         """Adds the law whose faults the decorated function finds."""
 

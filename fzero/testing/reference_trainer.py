@@ -97,9 +97,6 @@ class Job:
         return self.micro_batch * self.num_micro_steps
 
 
-# --- optimizers --------------------------------------------------------------------------------------------------
-
-
 class ReferenceOptimizer(NamedTuple):
     """An optimizer of one tensor: `init(param)` returns its state, `update(grad, param, state)` the new parameter and state."""
 
@@ -193,9 +190,6 @@ class ReferenceLossScale:
             if grows:
                 self.scale *= 2
         self.now += 1
-
-
-# --- training ----------------------------------------------------------------------------------------------------
 
 
 class ReferenceOutcome(NamedTuple):

@@ -308,9 +308,8 @@ class TrainingMachine(RuleBasedStateMachine):
         if not plain.rules.dynamic:
             found, expected = found[:2], expected[:2]
         told = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
-        raise_first(
-            "an overflow makes no update, and the loss scale is DeepSpeed's", told if found != expected else None
-        )
+        law = "an overflow makes no update, and the loss scale is DeepSpeed's"
+        raise_first(law, told if found != expected else None)
 
     # --- parts of rules ------------------------------------------------------------------------------------------
 
@@ -407,18 +406,18 @@ class TrainingMachine(RuleBasedStateMachine):
         """One step of the job and of the oracle."""
         given, before = self.state, copied(self.state)
         expected = self.plain.step(self.job, batch_W)
-        metrics: Metrics | None = None
+        found: Metrics | FloatingPointError
         try:
-            self.state, metrics = self.step(given, batch_W)
+            self.state, found = self.step(given, batch_W)
+            end = "skip" if found.overflow else "update"
         except FloatingPointError as error:
-            told = f"{error}, but {expected}" if expected.end != "error" else None
-            raise_first("a step ends as that of a plain process", told)
+            end, found = "error", error
+        told = f"{end} with {found}, but {expected}" if expected.end != end else None
+        raise_first("a step ends as that of a plain process", told)
+        if isinstance(found, Metrics):
+            self._check_metrics(found, expected)
+        else:
             raise_first("a step that raises leaves the state as it was", changed(before, given, but=("grads",)))
-        if metrics is not None:
-            end = "skip" if metrics.overflow else "update"
-            told = f"{end} with {metrics}, but {expected}" if expected.end != end else None
-            raise_first("a step ends as that of a plain process", told)
-            self._check_metrics(metrics, expected)
         if expected.end == "skip":
             raise_first("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
         if self.job.memory == "kept":
@@ -434,9 +433,8 @@ class TrainingMachine(RuleBasedStateMachine):
             pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
         for name, (found, value) in pairs.items():
             is_near = near(found.item(), value, max(expected.rounding, 1e-5))
-            raise_first(
-                "metrics are those of a plain process", None if is_near else f"{name} is {found.item()}, not {value}"
-            )
+            told = None if is_near else f"{name} is {found.item()}, not {value}"
+            raise_first("metrics are those of a plain process", told)
 
     def _compare(self, *, rounding: float, norm: float) -> None:
         """Raises unless weights and optimizer state equal the oracle's, up to `rounding` times the gradient's norm."""
@@ -453,9 +451,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
         """The faults of the state's tensors, without the random states, which differ between ranks."""
         specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
-        raise_first(
-            "the state is as the specs say", None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
-        )
+        told = None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
+        raise_first("the state is as the specs say", told)
         for name, spec, x_W in zip(names_of(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None
@@ -473,9 +470,8 @@ class TrainingMachine(RuleBasedStateMachine):
 
 def limit_rules(machine: type[TrainingMachine]) -> None:
     """Limits the runs of a machine's tests: many short runs find more than a few long ones."""
-    machine.TestCase.settings = settings(
-        stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    ignored = list(HealthCheck)
+    machine.TestCase.settings = settings(stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=ignored)
 
 
 limit_rules(TrainingMachine)

@@ -150,13 +150,8 @@ def long(num_updates: int) -> tuple[Updates]:
     return (Updates(layout, "float32", num_updates, seed=0),)
 
 
-def large(num_updates: int) -> tuple[Updates]:
-    """`LARGE` alone."""
-    return (LARGE,)
-
-
 def long_late_and_large(num_updates: int) -> tuple[Updates, ...]:
-    """These, and short runs that begin after many updates."""
+    """Both, and short runs that begin after many updates."""
     late = (replace(long(4)[0], start=start) for start in LATE_STARTS)
     return (*long(num_updates), *late, LARGE)
 
@@ -248,7 +243,7 @@ def _aliased(make: Make, example: Updates) -> str | None:
     "an update may write to its three arguments only, and init to nothing",
     "Work on the tensors that are given and not on their storage; clone what init keeps",
     updates(),
-    large,
+    lambda _: (LARGE,),
 )
 def _trespasses(make: Make, example: Updates) -> str | None:
     transform, memories = make(), list[tuple[str, Tensor]]()
@@ -352,7 +347,7 @@ def _is_not_skipped(make: Make, example: Skips) -> str | None:
 @TRANSFORM_LAWS.law(
     "an update of 16-bit numbers must be that of the same numbers in fp32, rounded at the end",
     "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
-    corners=large,
+    corners=lambda _: (LARGE,),
 )
 def _is_not_widened(make: Make, example: Updates) -> str | None:
     transform, factor = make(), torch.tensor(0.25)

@@ -114,9 +114,6 @@ def run(arguments: list[str]) -> int:
     return tune([*rest, given.script, *given.args], then_run=given.autotuning == "run")
 
 
-# --- the search --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Tuning:
     """One call of `fzero tune`."""
@@ -211,33 +208,26 @@ class Tuning:
         possible = [n for n, row in enumerate(rows) if not row.refused]
         if not possible:
             least = min(rows, key=lambda row: (not row.nbytes, row.nbytes))
-            raise ConfigError(
-                f"nothing fits: {least.candidate.name}: {least.refused}; pass more --memory, ranks, or --nvme PATH"
-            )
+            what = f"{least.candidate.name}: {least.refused}"
+            raise ConfigError(f"nothing fits: {what}; pass more --memory, ranks, or --nvme PATH")
         costs_by_plan = (max(tuned.cost_of(rows[n], rows[n].predicted), 1e-12) for n in possible)
         points = [Point(rows[n].candidate.features, cost, rows[n].nbytes) for n, cost in zip(possible, costs_by_plan)]
-        strategy, short = self._strategy(len(possible)), frozenset[int]()
+        kind, most = self.settings.tuner_type, self.settings.tuner_num_trials
+        most = (max(5, len(possible) // 3) if kind == "model_based" else 50) if most is None else most
+        strategy, short = Strategy(kind, most, self.settings.tuner_early_stopping), frozenset[int]()
         costs: dict[int, float | None] = {}
         while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
             row = rows[possible[index]]
-            known = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
-            result = known
+            result = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
             if result is None:
                 name = row.candidate.name
                 show(f"run {len(costs) + 1}: {name}", len(costs), min(strategy.num_trials, len(possible)))
                 result = runs.measure(name, row.candidate.keys, self.request, memory=tuned.memory)
                 results.add(result.as_dict())
-            row = replace(row, result=result, trial=len(costs), is_known=known is not None)
-            rows[possible[index]] = row
+            rows[possible[index]] = row = replace(row, result=result, trial=len(costs))
             costs[index] = tuned.cost(row)
             short |= {index} if result.out_of_memory else set()
         return replace(tuned, rows=tuple(rows))
-
-    def _strategy(self, num_candidates: int) -> Strategy:
-        settings = self.settings
-        default = max(5, num_candidates // 3) if settings.tuner_type == "model_based" else 50
-        most = default if settings.tuner_num_trials is None else settings.tuner_num_trials
-        return Strategy(settings.tuner_type, most, settings.tuner_early_stopping)
 
     def _written(self, tuned: Tuned) -> Tuned:
         """Writes the best configuration and the picture; adds the command that uses it."""
@@ -261,9 +251,6 @@ class Tuning:
         except ImportError:
             notes.append("no picture: matplotlib is not installed")
         return replace(tuned, notes=tuple(notes))
-
-
-# --- progress ----------------------------------------------------------------------------------------------------
 
 
 _Show = Callable[[str, int, int], None]  # (what, number of runs before it, the most runs)

@@ -106,8 +106,11 @@ class Probe:
         """
         if self._request.mode == "describe":
             self._describe(batch, is_call=is_call)
-        if is_call:  # the step itself checks its full batch
-            self._check_rows(batch)
+        micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
+        # The step itself checks its full batch. Some tensors of a call, such as positions, may have another leading dimension.
+        if is_call and micro is not None and rows and micro not in rows:
+            fix = "build batches by the configuration, all of one size"
+            raise ValueError(f"the script's batch has {rows[0]} rows, not {micro}: {fix}")
         if self._num_samples is None:
             num_micro_steps = self._cfg.batch_sizes(self._axis.size).num_micro_steps if is_call else 1
             self._num_samples = _num_samples(batch) * self._axis.size * num_micro_steps
@@ -131,16 +134,6 @@ class Probe:
             self._times.append(time.perf_counter())
             nbytes = max(collectives.exchange(self._peak(), self._axis))
             self._end({"seconds": self._seconds(), "samples": self._num_samples, "nbytes": nbytes})
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _check_rows(self, batch: Any) -> None:
-        """The leading dimension of some tensor must be the micro-batch; others, such as positions, may have any."""
-        micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
-        if micro is not None and rows and micro not in rows:
-            raise ValueError(
-                f"the script's batch has {rows[0]} rows, not {micro}: build batches by the configuration, all of one size"
-            )
 
     def _seconds(self) -> float:
         """The time of a step: on CUDA the mean, because the host does not see single steps end; else the median, which is less
@@ -186,8 +179,7 @@ class Probe:
         machine = mean_rates([MeasuredRates(**of_rank) for of_rank in rates]).machine
         described: dict[str, Any] = {}
         if self._axis.rank == 0:
-            memory = _memory(self._device)
-            limit = request.memory or memory
+            limit = request.memory or _memory(self._device)
             plans, note = self._planned(batch, machine, is_call=is_call, limit=limit)
             described = {
                 "world_size": world_size,
@@ -352,9 +344,6 @@ def _plannable(cfg: Config, keys: Keys) -> Keys:
         Config.load(json.loads(json.dumps(made)))
         return made
     return keys
-
-
-# --- memory ------------------------------------------------------------------------------------------------------
 
 
 def _memory(device: torch.device) -> float:

@@ -31,7 +31,6 @@ class Row:
     refused: str = ""  # why it is not possible or does not fit; then it is not measured
     result: Result | None = None
     trial: int | None = None  # the number of candidates measured before it; None if it was not measured
-    is_known: bool = False  # whether an earlier command measured it
 
     @property
     def seconds(self) -> float | None:
@@ -127,9 +126,6 @@ class Tuned:
         return _draw(self)
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
 def _report(tuned: Tuned) -> Group:
     scale, unit = scale_of(max((row.nbytes for row in tuned.rows), default=1) or 1)
     title = f"{tuned.metric} on {tuned.world_size} ranks, {shown(tuned.memory, scale)} {unit} each"
@@ -182,9 +178,6 @@ def _conclusion(tuned: Tuned, best: Row) -> str:
     if best.candidate.is_given:
         return f"{text}, the given configuration"
     return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
-
-
-# --- the picture -------------------------------------------------------------------------------------------------
 
 
 def _draw(tuned: Tuned) -> Figure:
