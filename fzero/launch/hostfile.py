@@ -34,9 +34,8 @@ class Host:
         if len({*self.slots}) < len(self.slots) or any(slot < 0 for slot in self.slots):
             raise ValueError(f"host {self.name!r}: slots must be distinct and not negative, got {self.slots}")
         if not self.name or self.name.startswith("-"):
-            raise ValueError(
-                f"host {self.name!r}: a name must not be empty, nor begin with '-': ssh would take it as an option"
-            )
+            rule = "a name must not be empty, nor begin with '-'"
+            raise ValueError(f"host {self.name!r}: {rule}: ssh would take it as an option")
 
     @property
     def takes_first_slots(self) -> bool:
@@ -94,9 +93,8 @@ def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]
         name, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
         if not name or not all(number.strip().isdecimal() for number in numbers):
-            raise ValueError(
-                f"{option} {text!r}: {part!r} is not 'host' or 'host:slot,slot'; write for example 'a@b:0,2'"
-            )
+            rule = "is not 'host' or 'host:slot,slot'"
+            raise ValueError(f"{option} {text!r}: {part!r} {rule}; write for example 'a@b:0,2'")
         if name in named:
             raise ValueError(f"{option} {text!r}: names host {name!r} twice; join its slots, as in '{name}:0,1'")
         named[name] = tuple(sorted({int(number) for number in numbers})) if colon else None
@@ -133,9 +131,8 @@ def choose(
     if len(filters) == 2 or (filters and counts):
         raise ValueError(f"{' and '.join(filters + counts)} exclude each other: give one of them")
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
-        raise ValueError(
-            f"--num_nodes {num_nodes}: must be from 1 to {len(hosts)}, the number of hosts in the hostfile"
-        )
+        rule = f"must be from 1 to {len(hosts)}, the number of hosts in the hostfile"
+        raise ValueError(f"--num_nodes {num_nodes}: {rule}")
     if slots_per_host is not None:
         if slots_per_host < 1:
             raise ValueError(f"--num_gpus {slots_per_host}: must be at least 1")

@@ -167,9 +167,8 @@ def _check_ranks_without_agent(job: Job, launcher: str) -> None:
         "--enable_each_rank_log": work.log_dir,
     }
     if unknown := [option for option, value in of_agents.items() if value]:
-        raise ValueError(
-            f"--launcher {launcher}: starts ranks without torchrun, so leave out {', '.join(unknown)}, or use --launcher ssh"
-        )
+        fix = f"leave out {', '.join(unknown)}, or use --launcher ssh"
+        raise ValueError(f"--launcher {launcher}: starts ranks without torchrun, so {fix}")
 
 
 def _equal_slots(job: Job, launcher: str) -> int:

@@ -206,9 +206,8 @@ def _run_ranks(measure: str, num_ranks: int) -> list[Any]:
         try:
             subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise RuntimeError(
-                f"num_ranks: {num_ranks} processes of this machine must be able to join each other, got {error}"
-            ) from error
+            rule = "processes of this machine must be able to join each other"
+            raise RuntimeError(f"num_ranks: {num_ranks} {rule}, got {error}") from error
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
@@ -224,8 +223,7 @@ def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
     """(bytes per second that this rank receives, seconds for one element). *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
-        shard = torch.ones(numel, device=device)
-        times = []
+        shard, times = torch.ones(numel, device=device), []
         for _ in range(12):
             collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
             began = time.perf_counter()

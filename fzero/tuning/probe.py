@@ -14,7 +14,7 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -223,10 +223,10 @@ class Probe:
         device: Device = "cpu" if self._device.type == "cpu" else "cuda"
         planned_keys = _plannable(self._cfg, keys)
         if batch is not None:
-            seen = _Seen(batch, num_micro_steps=1 if is_call else steps)
+            made = _sampler(batch, num_micro_steps=1 if is_call else steps)
             try:
-                trace_activations(self._model, planned_keys, seen.sample(None), device=device)
-                sample, note = seen.sample, ""
+                trace_activations(self._model, planned_keys, made(None), device=device)
+                sample, note = made, ""
             except Exception as error:  # the script's own code may fail on fake tensors
                 note = f"activations are not counted: {(str(error) or type(error).__name__).splitlines()[0]}"
         how: dict[str, Any] = {"device": device, "sample": sample, "nvme_path": self._request.nvme_path}
@@ -248,25 +248,22 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
     return Probe(request, axis, model, cfg, loss_fn, device)
 
 
-class _Seen:
-    """The script's batch, from which batches of other sizes are made, on `meta`."""
+def _sampler(batch: Any, *, num_micro_steps: int) -> Callable[[int | None], Any]:
+    """Makes the script's batch with another number of samples (None: its own), on `meta`; other tensors keep their shape."""
+    if isinstance(batch, Iterator):
+        batch, num_micro_steps = next(batch), 1
+    on_meta, num_samples = map_tensors(lambda x: x.to("meta"), batch), _num_samples(batch)
 
-    def __init__(self, batch: Any, *, num_micro_steps: int) -> None:
-        if isinstance(batch, Iterator):
-            batch, num_micro_steps = next(batch), 1
-        self._batch = map_tensors(lambda x: x.to("meta"), batch)
-        self._rows = _num_samples(batch)
-        self._own = max(1, self._rows // num_micro_steps)
-
-    def sample(self, micro: int | None) -> Any:
-        """The batch with `micro` samples (None: its own number); tensors without a sample dimension keep their shape."""
-        rows = self._own if micro is None else micro
+    def sample(micro: int | None) -> Any:
+        rows = max(1, num_samples // num_micro_steps) if micro is None else micro
 
         def resized(x: Tensor) -> Tensor:
-            is_of_samples = x.ndim > 0 and x.shape[0] == self._rows
+            is_of_samples = x.ndim > 0 and x.shape[0] == num_samples
             return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") if is_of_samples else x
 
-        return (map_tensors(resized, self._batch),)
+        return (map_tensors(resized, on_meta),)
+
+    return sample
 
 
 def _num_samples(batch: Any) -> int:

@@ -47,14 +47,6 @@ class Row:
         planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
         return planned or (self.result.samples if self.result else 0) or 1
 
-    def score(self, seconds: float, metric: Metric, world_size: int) -> float:
-        """The metric, in its unit."""
-        if metric == "latency":
-            return seconds
-        if metric == "flops":
-            return self.flops * world_size / seconds / 1e9
-        return self.samples(world_size) / seconds
-
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
@@ -66,6 +58,14 @@ class Tuned:
     memory: float  # bytes that a rank may use
     notes: tuple[str, ...] = ()  # below the table
     use: str = field(default="", repr=False)  # the command that uses the best configuration
+
+    def score(self, row: Row) -> float | None:
+        """The metric of a measured candidate, in its unit."""
+        if row.seconds is None or self.metric == "latency":
+            return row.seconds
+        if self.metric == "flops":
+            return row.flops * self.world_size / row.seconds / 1e9
+        return row.samples(self.world_size) / row.seconds
 
     def cost(self, row: Row) -> float | None:
         """The cost that the search minimizes."""
@@ -109,7 +109,7 @@ class Tuned:
             "given": row.candidate.is_given,
             "planned": {"nbytes": row.nbytes, "seconds": row.predicted},
             "seconds": row.seconds,
-            "score": None if row.seconds is None else row.score(row.seconds, self.metric, self.world_size),
+            "score": self.score(row),
             "nbytes": result.nbytes if result and row.seconds else None,
             "trial": row.trial,
             "reason": row.reason,
@@ -143,9 +143,8 @@ def _report(tuned: Tuned) -> Group:
 
 def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
     measured = ["", "", ""]
-    if row.seconds is not None and row.result is not None:
-        score = row.score(row.seconds, tuned.metric, tuned.world_size)
-        measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{score:.4g}"]
+    if row.result is not None and row.seconds is not None:
+        measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{tuned.score(row):.4g}"]
     why = row.reason or ("as given" if row.candidate.is_given else "")
     return [
         "→" if tuned.best is not None and row.candidate.name == tuned.best.candidate.name else "",
@@ -186,7 +185,7 @@ def _draw(tuned: Tuned) -> Figure:
     rows = _ordered(tuned)[::-1]
     figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    scores = [r.score(r.seconds, tuned.metric, tuned.world_size) if r.seconds else 0.0 for r in rows]
+    scores = [tuned.score(row) or 0.0 for row in rows]
     left.barh(range(len(rows)), scores, color=["C2" if row is tuned.best else "C0" for row in rows])
     for y, (row, score) in enumerate(zip(rows, scores)):
         left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
@@ -208,14 +207,13 @@ def _mark(row: Row) -> str:
 def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[Row]) -> None:
     good = [row for row in trials if row.seconds is not None]
     xs = [(row.trial or 0) + 1 for row in good]
-    ys = [row.score(row.seconds or 1.0, tuned.metric, tuned.world_size) for row in good]
+    ys = [tuned.score(row) or 0.0 for row in good]
     better = min if tuned.metric == "latency" else max
     axes.plot(xs, ys, "o", label="measured")
     axes.step(xs, [better(ys[: n + 1]) for n in range(len(ys))], where="post", color="C2", label="best so far")
     failed = [(row.trial or 0) + 1 for row in trials if row.seconds is None]
     axes.plot(failed, [0.0] * len(failed), "x", color="C3", label="failed")
-    if tuned.rows[0].seconds is not None:
-        given = tuned.rows[0].score(tuned.rows[0].seconds, tuned.metric, tuned.world_size)
+    if (given := tuned.score(tuned.rows[0])) is not None:
         axes.axhline(given, color="0.5", linestyle="--", label="as given")
     axes.set(xlabel="run", ylabel=UNITS[tuned.metric], ylim=(0, None), title="in the order of runs")
     axes.legend(fontsize="small")

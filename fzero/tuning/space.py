@@ -175,7 +175,6 @@ class Planner:
             return Search(model, batched, world_size, machine, nvme_path, batch, device)
 
         self._search = cache(search)
-        self._has_batch = sample is not None
 
     def planned(self, candidate: Candidate) -> Planned:
         """The plan of a candidate; if the model or the configuration does not allow it, `refused` has the reason."""
