@@ -167,7 +167,33 @@ class Comparison:
         }
 
     def __rich__(self) -> Group:
-        return _report(self)
+        columns = self.columns
+        has_batch = any("activations" in one.memory["device"] for one in columns)
+        scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
+        title = (
+            f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
+        )
+        table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+        table.add_column("", no_wrap=True)
+        for one in columns:
+            name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
+            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
+        _memory_rows(table, columns, scale)
+        table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
+        table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
+        for axis in columns[0].plan.mesh.names:
+            sent = (one.sent_by_axis.get(axis, 0) for one in columns)
+            table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
+        if has_batch:
+            table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
+        if any(one.tokens for one in columns):
+            table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
+        notes = [f"{one.name}: {one.step.told}." for one in columns if one.name == self.given]
+        notes += [f"{one.name}: {one.note}" for one in columns if one.note]
+        notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
+        if not has_batch:
+            notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
+        return Group(table, *(["", *notes] if notes else []))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -314,34 +340,6 @@ def quietly(keys: Keys) -> Config:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return Config.load(dict(keys))
-
-
-def _report(comparison: Comparison) -> Group:
-    columns = comparison.columns
-    has_batch = any("activations" in one.memory["device"] for one in columns)
-    scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
-    title = f"{comparison.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for one in columns:
-        name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
-    _memory_rows(table, columns, scale)
-    table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
-    table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
-    for axis in columns[0].plan.mesh.names:
-        sent = (one.sent_by_axis.get(axis, 0) for one in columns)
-        table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
-    if has_batch:
-        table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
-    if any(one.tokens for one in columns):
-        table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
-    notes = [f"{one.name}: {one.step.told}." for one in columns if one.name == comparison.given]
-    notes += [f"{one.name}: {one.note}" for one in columns if one.note]
-    notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
-    if not has_batch:
-        notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
-    return Group(table, *(["", *notes] if notes else []))
 
 
 def _memory_rows(table: Table, columns: Sequence[Candidate], scale: float) -> None:

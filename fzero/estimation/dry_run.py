@@ -102,7 +102,29 @@ class DryRun:
 
     def draw(self, title: str = "") -> Figure:
         """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
-        return _draw(self, title)
+        from matplotlib.figure import Figure
+
+        scale, unit = scale_of(self.nbytes)
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        axes = figure.subplots()
+        held = [self.state | row.held for row in self.rows]
+        names = [name for name in COLORS if any(one.get(name) for one in held)]
+        heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
+        colors = [COLORS[name] for name in names]
+        axes.stackplot(range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names)
+        index = self.rows.index(self.peak)
+        axes.plot([index + 0.5], [self.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
+        side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
+        text = f"{self.nbytes / scale:.3g} {unit}, {self.peak.label} "
+        axes.annotate(text, (index + 0.5, self.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
+        ticks = [i for i, row in enumerate(self.rows) if i == 0 or row.label != self.rows[i - 1].label]
+        few = ticks[:: -(-len(ticks) // 40)]
+        axes.set_xticks(few, [self.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
+        axes.set(xlim=(0, len(held)), ylim=(0, 1.12 * self.nbytes / scale), ylabel=f"{unit} on the device")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
+        return figure
 
 
 def dry_run(
@@ -167,29 +189,3 @@ COLORS = {
     "streams": "#a3b86c",
     "activations": "#7fb08a",
 }
-
-
-def _draw(step: DryRun, title: str) -> Figure:
-    from matplotlib.figure import Figure
-
-    scale, unit = scale_of(step.nbytes)
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    axes = figure.subplots()
-    held = [step.state | row.held for row in step.rows]
-    names = [name for name in COLORS if any(one.get(name) for one in held)]
-    heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
-    colors = [COLORS[name] for name in names]
-    axes.stackplot(range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names)
-    index = step.rows.index(step.peak)
-    axes.plot([index + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
-    side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
-    text = f"{step.nbytes / scale:.3g} {unit}, {step.peak.label} "
-    axes.annotate(text, (index + 0.5, step.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
-    ticks = [i for i, row in enumerate(step.rows) if i == 0 or row.label != step.rows[i - 1].label]
-    few = ticks[:: -(-len(ticks) // 40)]
-    axes.set_xticks(few, [step.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
-    axes.set(xlim=(0, len(held)), ylim=(0, 1.12 * step.nbytes / scale), ylabel=f"{unit} on the device")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
-    return figure

@@ -91,7 +91,22 @@ class Fit:
         return {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
 
     def __rich__(self) -> Group:
-        return _report(self)
+        scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
+        limit = shown(self.limits.device, scale)
+        table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
+        for name in ("", "step of the ladder"):
+            table.add_column(name, no_wrap=True)
+        for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        _rung_rows(table, self, scale)
+        best = self.best
+        if best is None:
+            return Group(table, "", "Nothing fits.", *self.notes)
+        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
+        of_what = "for a step" if best.activations else "besides what it computes"
+        fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
+        note = [best.column.note] if best.column.note else []
+        return Group(table, "", fastest, f"{best.column.step.told}.", *self.notes, *note)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -141,25 +156,6 @@ def fit(
     if best is not None:
         best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
     return Fit(limits, best, ladder, tuple(search.notes()))
-
-
-def _report(found: Fit) -> Group:
-    scale, unit = scale_of(max(rung.device_nbytes for rung in found.ladder))
-    limit = shown(found.limits.device, scale)
-    table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
-    for name in ("", "step of the ladder"):
-        table.add_column(name, no_wrap=True)
-    for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    _rung_rows(table, found, scale)
-    best = found.best
-    if best is None:
-        return Group(table, "", "Nothing fits.", *found.notes)
-    where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
-    of_what = "for a step" if best.activations else "besides what it computes"
-    fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
-    note = [best.column.note] if best.column.note else []
-    return Group(table, "", fastest, f"{best.column.step.told}.", *found.notes, *note)
 
 
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:

@@ -131,14 +131,61 @@ class CommTrace:
         return dict(nbytes)
 
     def __rich__(self) -> Group:
-        return _report(self)
+        table = Table("", "when", "what for", "unit", "collective", "axis", title=self.title, title_justify="left")
+        for column in ("elements", "bytes"):
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            name = f"{row.collective} (joined)" if row.is_joined else row.collective
+            what = str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis
+            table.add_row(*what, f"{row.num_elements:,}", f"{row.nbytes:,}")
+        table.add_section()
+        for axis, nbytes in self.by_axis().items():
+            num_elements = sum(row.num_elements for row in self.rows if row.axis == axis)
+            table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
+        return Group(table)
 
     def __str__(self) -> str:
         return as_text(self)
 
     def draw(self) -> Figure:
         """A picture: one lane per axis, one bar per row, in order; its height is its bytes. Needs matplotlib."""
-        return _draw(self)
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        lanes = list(self.by_axis()) or ["data"]
+        most = max((row.nbytes for row in self.rows), default=1)
+        scales = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+        one, unit = next((one, name) for one, name in scales if most >= one)
+        figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
+        panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
+        phases = list(_phases(self.rows))
+        for panel, axis in zip(panels, lanes):
+            for phase, start, stop in phases:
+                panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
+            rows = [row for row in self.rows if row.axis == axis]
+            colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
+            panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
+            for row in rows:  # their units, where they fit
+                if row.unit and len(row.unit) < 12 and len(self.rows) < 60 and row.nbytes > 0.4 * most:
+                    text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+                    panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
+            panel.set(xlim=(-0.5, max(len(self.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
+            panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
+            panel.set_ylabel(axis, fontsize=8)
+            panel.spines[["top", "right"]].set_visible(False)
+        above = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
+        for phase, start, stop in phases:
+            if stop - start > 0.05 * len(self.rows):
+                panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **above)
+        panels[0].set_title(self.title, loc="left", fontsize=10, fontweight="bold")
+        panels[-1].set_xticks([])
+        panels[-1].set_xlabel(f"the {len(self.rows)} collectives, in order", fontsize=8)
+        used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in self.rows)
+        patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
+        figure.legend(
+            handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8
+        )
+        return figure
 
     def save(self, path: str | Path) -> None:
         """Writes the picture, in the format of the file's extension; creates the folder."""
@@ -210,21 +257,6 @@ def _title(plan: Plan) -> str:
     return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
 
 
-def _report(comm: CommTrace) -> Group:
-    table = Table("", "when", "what for", "unit", "collective", "axis", title=comm.title, title_justify="left")
-    for column in ("elements", "bytes"):
-        table.add_column(column, justify="right")
-    for row in comm.rows:
-        name = f"{row.collective} (joined)" if row.is_joined else row.collective
-        what = str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis
-        table.add_row(*what, f"{row.num_elements:,}", f"{row.nbytes:,}")
-    table.add_section()
-    for axis, nbytes in comm.by_axis().items():
-        num_elements = sum(row.num_elements for row in comm.rows if row.axis == axis)
-        table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
-    return Group(table)
-
-
 _COLORS: dict[str, str] = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
@@ -234,44 +266,6 @@ _COLORS: dict[str, str] = {
 }
 _NUMBERS = "0.45"  # the color of collectives of a few numbers
 _PHASES = {"forward": "#f3f6fa", "boundary": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
-
-
-def _draw(comm: CommTrace) -> Figure:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    lanes = list(comm.by_axis()) or ["data"]
-    most = max((row.nbytes for row in comm.rows), default=1)
-    scales = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-    one, unit = next((one, name) for one, name in scales if most >= one)
-    figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
-    panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
-    phases = list(_phases(comm.rows))
-    for panel, axis in zip(panels, lanes):
-        for phase, start, stop in phases:
-            panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
-        rows = [row for row in comm.rows if row.axis == axis]
-        colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
-        panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
-        for row in rows:  # their units, where they fit
-            if row.unit and len(row.unit) < 12 and len(comm.rows) < 60 and row.nbytes > 0.4 * most:
-                text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
-                panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
-        panel.set(xlim=(-0.5, max(len(comm.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
-        panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
-        panel.set_ylabel(axis, fontsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    above = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
-    for phase, start, stop in phases:
-        if stop - start > 0.05 * len(comm.rows):
-            panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **above)
-    panels[0].set_title(comm.title, loc="left", fontsize=10, fontweight="bold")
-    panels[-1].set_xticks([])
-    panels[-1].set_xlabel(f"the {len(comm.rows)} collectives, in order", fontsize=8)
-    used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in comm.rows)
-    patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
-    figure.legend(handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8)
-    return figure
 
 
 def _phases(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:

@@ -116,29 +116,38 @@ class Tuned:
         }
 
     def __rich__(self) -> Group:
-        return _report(self)
+        scale, unit = scale_of(max((row.nbytes for row in self.rows), default=1) or 1)
+        title = f"{self.metric} on {self.world_size} ranks, {shown(self.memory, scale)} {unit} each"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("", no_wrap=True)
+        table.add_column("candidate", min_width=24)
+        for name in ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[self.metric]):
+            table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        table.add_column("")
+        for row in _ordered(self):
+            table.add_row(*_cells(self, row, scale))
+        conclusion = [] if self.best is None else [_conclusion(self, self.best)]
+        return Group(table, "", *self.notes, *conclusion, *(["", self.use] if self.use else []))
 
     def __str__(self) -> str:
         return as_text(self)
 
     def draw(self) -> Figure:
         """A picture of the candidates' measurements, and of the best score over the trials."""
-        return _draw(self)
+        from matplotlib.figure import Figure
 
-
-def _report(tuned: Tuned) -> Group:
-    scale, unit = scale_of(max((row.nbytes for row in tuned.rows), default=1) or 1)
-    title = f"{tuned.metric} on {tuned.world_size} ranks, {shown(tuned.memory, scale)} {unit} each"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("candidate", min_width=24)
-    for name in ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[tuned.metric]):
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    table.add_column("")
-    for row in _ordered(tuned):
-        table.add_row(*_cells(tuned, row, scale))
-    conclusion = [] if tuned.best is None else [_conclusion(tuned, tuned.best)]
-    return Group(table, "", *tuned.notes, *conclusion, *(["", tuned.use] if tuned.use else []))
+        rows = _ordered(self)[::-1]
+        figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        scores = [self.score(row) or 0.0 for row in rows]
+        left.barh(range(len(rows)), scores, color=["C2" if row is self.best else "C0" for row in rows])
+        for y, (row, score) in enumerate(zip(rows, scores)):
+            left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
+        left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
+        left.set(xlabel=UNITS[self.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
+        trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
+        _draw_trials(right, self, trials)
+        return figure
 
 
 def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
@@ -177,23 +186,6 @@ def _conclusion(tuned: Tuned, best: Row) -> str:
     if best.candidate.is_given:
         return f"{text}, the given configuration"
     return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
-
-
-def _draw(tuned: Tuned) -> Figure:
-    from matplotlib.figure import Figure
-
-    rows = _ordered(tuned)[::-1]
-    figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    scores = [tuned.score(row) or 0.0 for row in rows]
-    left.barh(range(len(rows)), scores, color=["C2" if row is tuned.best else "C0" for row in rows])
-    for y, (row, score) in enumerate(zip(rows, scores)):
-        left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
-    left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
-    left.set(xlabel=UNITS[tuned.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
-    trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
-    _draw_trials(right, tuned, trials)
-    return figure
 
 
 def _mark(row: Row) -> str:
