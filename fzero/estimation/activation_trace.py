@@ -350,6 +350,5 @@ class Activations:
         )
 
     def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
-        """The trace with (`checkpoints`) or without checkpointed units: those of the configuration, or every one if it sets none.
-        Their inputs are kept in host memory (`on_host`) or on the device."""
+        """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)

@@ -8,7 +8,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -178,7 +178,13 @@ class Comparison:
         for one in columns:
             name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
             table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
-        _memory_rows(table, columns, scale)
+        for kind, where in MEMORIES.items():
+            if any(one.memory.get(kind) for one in columns):
+                table.add_row(f"[bold]{where}", *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns))
+            for quantity, words in QUANTITIES.items():
+                held = [one.memory.get(kind, {}).get(quantity, 0) for one in columns]
+                if any(held):
+                    table.add_row(f"  {words}", *(shown(nbytes, scale) for nbytes in held))
         table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
         table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
         for axis in columns[0].plan.mesh.names:
@@ -340,14 +346,3 @@ def quietly(keys: Keys) -> Config:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return Config.load(dict(keys))
-
-
-def _memory_rows(table: Table, columns: Sequence[Candidate], scale: float) -> None:
-    for kind, where in MEMORIES.items():
-        if not any(one.memory.get(kind) for one in columns):
-            continue
-        table.add_row(f"[bold]{where}", *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns))
-        for name, title in QUANTITIES.items():
-            held = [one.memory.get(kind, {}).get(name, 0) for one in columns]
-            if any(held):
-                table.add_row(f"  {title}", *(shown(nbytes, scale) for nbytes in held))

@@ -179,8 +179,7 @@ class Ended:
     """The ranks of this host that have ended with code 0, and when; torchrun reports only failed ones."""
 
     def __init__(self) -> None:
-        self.times: dict[int, tuple[float, int]] = {}
-        """(Time, local rank) by rank."""
+        self.times: dict[int, tuple[float, int]] = {}  # (time, local rank) by rank
 
     def agent(self) -> type[LocalElasticAgent]:
         """torchrun's agent, which records normal ends here."""

@@ -74,12 +74,10 @@ class Signed(RendezvousBackend):
         return BACKEND
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The present state and its token."""
         found = self._inner.get_state()
         return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Writes a state, if the present one has this token; the state, its token and whether it was written."""
         found = self._inner.set_state(self._secret.sign(state) + state, token)
         return None if found is None else (self._checked(found[0]), found[1], found[2])
 

@@ -1,9 +1,5 @@
 """`profile`: the time and FLOPs of each module in forward and backward, and the time of an update.
 
-    found = fzero.profiling.profile(model, batch)
-    print(found)                      # a tree
-    print(found.report(module_depth=1))
-
 1. One forward and backward counts floating point operations by module, with torch's formulas. It is the warm-up, too.
 2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that
    nothing overlaps: the modules' times add up to more than an undisturbed step takes, which is timed separately.

@@ -34,11 +34,7 @@ book, a scale or a header is small then."""
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round.
-
-    >>> Rounds(world_size=2, shard_numel=1, dtype="float32", num_rounds=1, seed=0).shards[0].shape
-    torch.Size([2, 1])
-    """
+    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round."""
 
     world_size: int
     shard_numel: int

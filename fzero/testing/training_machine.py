@@ -212,8 +212,7 @@ class TrainingMachine(RuleBasedStateMachine):
     def train_elsewhere(
         self, placement: Literal["host", "nvme", "parameters too"], stage: int, then: list[int]
     ) -> None:
-        """Moves the state to host memory or files (in stage 3 with or without the parameters), trains there, and moves it back
-        to another stage."""
+        """Trains with the state in host memory or files (in stage 3 with or without the parameters), and moves it back."""
         self._place(placement)
         self.train(then)
         self.every_law_holds()

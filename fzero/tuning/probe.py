@@ -77,14 +77,9 @@ class Probe:
     """Observes the steps of one rank, and ends the process once it has its result."""
 
     def __init__(
-        self,
-        request: Request,
-        axis: ProcessAxis,
-        model: nn.Module,
-        cfg: Config,
-        loss_fn: LossFn | None,
+        self, request: Request, axis: ProcessAxis, model: nn.Module, cfg: Config, loss_fn: LossFn | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._request, self._axis, self._cfg, self._loss_fn, self._device = request, axis, cfg, loss_fn, device
         self._num_begun, self._num_samples = 0, cfg.batch_sizes(axis.size).train
         self._times: list[float] = []  # the start of each timed step, and the end of the last
@@ -136,8 +131,7 @@ class Probe:
             self._end({"seconds": self._seconds(), "samples": self._num_samples, "nbytes": nbytes})
 
     def _seconds(self) -> float:
-        """The time of a step: on CUDA the mean, because the host does not see single steps end; else the median, which is less
-        sensitive to other load."""
+        """The time of a step: on CUDA the mean, because the host sees no single step end; else the median, against other load."""
         steps = [after - before for before, after in pairwise(self._times)]
         return sum(steps) / len(steps) if self._device.type == "cuda" else median(steps)
 

@@ -1,8 +1,5 @@
 """`candidates`: the configurations that `fzero tune` considers. `Planner`: the plan of each.
 
-    candidates(keys, Autotuning(), world_size=2)      # the given configuration, then all others
-    Planner(model, keys, …).planned(candidate)        # bytes, seconds, or the reason why it is not possible
-
 Candidates differ in stage, micro-batch, activation checkpointing and, on request, in bucket size and placement. The model and
 the batch are the script's, so this code runs in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.
 """
@@ -156,18 +153,10 @@ class Planner:
     """Plans candidates of one model, with the script's batch in every size they need."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        keys: Keys,
-        world_size: int,
-        machine: MachineModel,
-        *,
-        device: Device,
-        sample: Callable[[int | None], Any] | None,
-        nvme_path: str | None = None,
-    ) -> None:
-        """`device` is where the model is. `sample(n)` makes one rank's batch of n samples, None for the script's own number;
-        without `sample`, activations are not counted."""
+        self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, *, device: Device,
+        sample: Callable[[int | None], Any] | None, nvme_path: str | None = None,
+    ) -> None:  # fmt: skip
+        """`sample(n)` makes one rank's batch of n samples (None: the script's own); without it, no activations are counted."""
 
         def search(micro: int | None, steps: int) -> Search:
             batch = sample(micro) if sample else None
