@@ -11,7 +11,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -79,23 +79,18 @@ def count(word: str) -> int:
 
 def positive(word: str) -> float:
     """A positive number."""
-    try:
+    value = 0.0
+    with suppress(ValueError):
         value = float(word)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
+    if not 0 < value < inf:
         raise argparse.ArgumentTypeError(f"must be a positive number, got {word!r}")
     return value
 
 
-def parser_of(name: str, description: str, examples: str) -> Parser:
-    """A parser whose help keeps its line breaks and ends with examples."""
-    return Parser(
-        prog=f"fzero {name}",
-        description=description,
-        epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def parser_of(name: str, description: str, examples: str, **how: Any) -> Parser:
+    """A parser whose help keeps its line breaks and ends with examples; `how` are further arguments of argparse."""
+    how |= {"description": description, "epilog": examples}
+    return Parser(prog=f"fzero {name}", formatter_class=argparse.RawDescriptionHelpFormatter, **how)
 
 
 def plan_model(arguments: list[str]) -> int:
@@ -106,24 +101,17 @@ def plan_model(arguments: list[str]) -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (default cuda)")
     parser.add_argument("--picture", metavar="FILE", help="draw the bytes on the device over a step (needs matplotlib)")
     fits = parser.add_argument_group("what fits")
-    fits.add_argument(
-        "--fit", type=nbytes, metavar="BYTES", help="find the fastest configuration in so much device memory"
-    )
+    what = "find the fastest configuration in so much device memory"
+    fits.add_argument("--fit", type=nbytes, metavar="BYTES", help=what)
     fits.add_argument("--host", type=nbytes, metavar="BYTES", help="host memory of a rank")
     fits.add_argument("--disk", type=nbytes, metavar="BYTES", help="room for files of a rank")
     fits.add_argument("--nvme", metavar="PATH", help="a folder on a local disk; without one no files are tried")
     fits.add_argument("--out", metavar="FILE", help="write the configuration that fits as JSON")
     rates = parser.add_argument_group("rates of one rank per second, for the seconds of a step")
     rates.add_argument("--rates", metavar="FILE", help="what fzero env --json printed; those given here go before them")
-    for name, what in (
-        ("flops", "operations"),
-        ("memory", "bytes read and written on the device"),
-        ("network", "bytes sent"),
-        ("pcie", "bytes to host"),
-        ("files", "bytes"),
-        ("processor", "bytes of host memory read and written by an update there"),
-    ):
-        rates.add_argument(f"--{name}", type=positive, metavar="RATE", help=f"{what} (default {_default(name):.0e})")
+    for name, (field, what) in RATES.items():
+        default = f"default {getattr(MachineModel(), field):.0e}"
+        rates.add_argument(f"--{name}", type=positive, metavar="RATE", help=f"{what} ({default})")
     given = parser.parse_args(arguments)
     if given.out and given.fit is None:
         parser.error("--out writes what fits: give --fit BYTES beside it")
@@ -134,18 +122,20 @@ def plan_model(arguments: list[str]) -> int:
 
 
 RATES = {
-    "flops": "flops", "memory": "memory", "network": "network", "pcie": "host", "files": "disk", "processor": "processor",
-}  # fmt: skip
-
-
-def _default(name: str) -> float:
-    return float(getattr(MachineModel(), RATES[name]))
+    "flops": ("flops", "operations"),
+    "memory": ("memory", "bytes read and written on the device"),
+    "network": ("network", "bytes sent"),
+    "pcie": ("host", "bytes to host"),
+    "files": ("disk", "bytes"),
+    "processor": ("processor", "bytes of host memory read and written by an update there"),
+}
+"""The field of `MachineModel` that a flag sets, and what it counts."""
 
 
 def _machine(given: argparse.Namespace) -> MachineModel:
     """The rates of a file, overridden by those of single flags."""
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
-    own = {field: getattr(given, name) for name, field in RATES.items() if getattr(given, name) is not None}
+    own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
         own["flops_fp32"] = None  # of all dtypes
     return replace(machine, **own)
@@ -153,19 +143,16 @@ def _machine(given: argparse.Namespace) -> MachineModel:
 
 def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     found = named(given.model)
-    (batch, told_batch), machine = _batch(given, found, given.world), _machine(given)
+    batch, told_batch = _batch(given, found, given.world)
+    how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
     if given.fit is None:
-        compared = compare_plans(
-            found.model, given.config, world_size=given.world, batch=batch, machine=machine, device=given.device
-        )
+        compared = compare_plans(found.model, given.config, **how)
         if given.picture:
             _draw(given.picture, f"{found.told}, {compared.given}", compared[compared.given].step)
         return _under(found, told_batch, compared), _told(found, told_batch) | compared.as_dict()
     host, disk = (inf if nbytes is None else nbytes for nbytes in (given.host, given.disk))
-    fitting = fit(
-        found.model, given.config, world_size=given.world, device_nbytes=given.fit, host_nbytes=host, disk_nbytes=disk,
-        nvme_path=given.nvme, machine=machine, batch=batch, device=given.device,
-    )  # fmt: skip
+    how |= {"device_nbytes": given.fit, "host_nbytes": host, "disk_nbytes": disk, "nvme_path": given.nvme}
+    fitting = fit(found.model, given.config, **how)
     if fitting.best is None:
         print_report(fitting, stderr=True)
     data = _told(found, told_batch) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
@@ -183,12 +170,9 @@ def profile_model(arguments: list[str]) -> int:
     _add_model(parser)
     parser.add_argument("--device", default="cpu", help="cpu or cuda (default cpu)")
     parser.add_argument("--depth", type=int, default=-1, metavar="D", help="of the deepest modules shown (default all)")
-    parser.add_argument(
-        "--top", type=count, default=1, metavar="K", help="largest classes named of each depth (default 1)"
-    )
-    parser.add_argument(
-        "--trace", metavar="FILE", help="also write a chrome trace of a step, of --config on this process alone"
-    )
+    top, trace = "largest classes named of each depth (default 1)", "also write a chrome trace of a step, of --config"
+    parser.add_argument("--top", type=count, default=1, metavar="K", help=top)
+    parser.add_argument("--trace", metavar="FILE", help=f"{trace} on this process alone")
     given = parser.parse_args(arguments)
     if not given.sample and given.sequence is None:
         parser.error("give a batch: --sequence T (and --batch B), or --sample pkg.mod:fn")
@@ -203,9 +187,8 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
         model = filled(found.model, given.device)
         made = profile(model, batch, given.config)
         if given.trace:
-            keys = (
-                {"optimizer": {"type": "AdamW"}} if given.config is None else keys_of(given.config)
-            )  # dtypes as they are
+            as_it_is = {"optimizer": {"type": "AdamW"}}  # in the model's dtypes
+            keys = as_it_is if given.config is None else keys_of(given.config)
             step = make_train_step(model, changed(keys, OF_MANY_RANKS))
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
@@ -224,9 +207,8 @@ def _with_values(x: Any, device: str) -> Any:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, metavar="MODEL", help="see above")
     parser.add_argument("--config", metavar="FILE", help="fzero's or DeepSpeed's JSON (default: bf16 and AdamW)")
-    parser.add_argument(
-        "--batch", type=count, metavar="B", help="samples of a micro-step (default: those of the configuration, or 1)"
-    )
+    samples = "samples of a micro-step (default: those of the configuration, or 1)"
+    parser.add_argument("--batch", type=count, metavar="B", help=samples)
     parser.add_argument("--sequence", type=count, metavar="T", help="tokens of a sample; counts activations")
     parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, in place of the two")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
@@ -260,10 +242,8 @@ def _draw(path: str, title: str, step: DryRun) -> None:
     try:
         picture.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        raise ModelError(
-            f"--picture: must be a file that can be written, of a format that matplotlib has, got {path!r} ({error}); pass "
-            f"another, as in peak.png"
-        ) from error
+        rule = "a file that can be written, of a format that matplotlib has"
+        raise ModelError(f"--picture: must be {rule}, got {path!r} ({error}); pass another, as in peak.png") from error
 
 
 @contextmanager

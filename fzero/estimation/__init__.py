@@ -16,9 +16,5 @@ if TYPE_CHECKING:
     from fzero.estimation.fitting import Fit as Fit, fit as fit
 else:
     __getattr__, __dir__, __all__ = door(
-        __name__,
-        {
-            "compare": "Candidate Comparison compare_plans",
-            "fitting": "Fit fit",
-        },
+        __name__, {"compare": "Candidate Comparison compare_plans", "fitting": "Fit fit"}
     )

@@ -1,11 +1,11 @@
 """`trace_activations`: the memory of activations and the FLOPs of one micro-step over time, measured on fake tensors.
 
-The model runs forward and backward in a `FakeTensorMode`, with parameters of the configuration's dtypes, with or without
-checkpointing. Every storage that an operator allocates counts until it is freed: activations, other results of kernels, and
-the gradient of a parameter until a step would write it into its flat buffer. Parameters and the temporaries inside a kernel
-do not count. With `cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on
-a GPU (`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are the
-CPU's, where attention without a mask is fused as on CUDA.
+The model runs in a `FakeTensorMode` in the configuration's dtypes, with or without checkpointing. Every storage that an
+operator allocates counts until it is freed: activations, other results of kernels, and the gradient of a parameter until a
+step would write it into its flat buffer. Parameters and the temporaries inside a kernel do not count. With
+`cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on a GPU
+(`fzero.runtime.activation_checkpointing.host_moves`), and count as host memory meanwhile. The operators are the CPU's,
+where attention without a mask is fused as on CUDA.
 
 A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
 reduces. `fzero.estimation.dry_run` replays them. They are the same in all stages and placements.
@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
@@ -34,13 +34,11 @@ from fzero.estimation.ledger import Device
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, Site, checkpointed, choose_modules
-from fzero.runtime.batches import without_memory
+from fzero.runtime.batches import map_tensors, without_memory
 from fzero.runtime.loss import LossFn, loss_of
 from fzero.runtime.module_binding import attributes_kept, bound, replaced_forwards
 from fzero.storage.buffer_sizes import pinned_nbytes
 from sharding.views import torch_dtype
-
-CPU = torch.device("cpu")
 
 
 class Work(NamedTuple):
@@ -52,26 +50,20 @@ class Work(NamedTuple):
 
 
 class TraceEvent(NamedTuple):
-    """An event of a parameter, and the operators that run until the next event.
+    """An event of a parameter, and what happens until the next event.
 
-    Attributes:
-        kind: `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready;
-            `boundary`: the forward/backward boundary.
-        name: of the parameter.
-        most, now: bytes of activations: the peak until the next event, and those when it starts.
-        work: of the operators.
-        waiting: the peak until the next event of checkpointed inputs in host memory, in bytes.
-        leaves, returns: bytes of such inputs that are copied to host memory until the next event, and back.
+    `fetch`: the forward reads the parameter; `unpack`: the backward reads it again; `grad`: its gradient is ready; `boundary`:
+    the forward/backward boundary. Sizes are in bytes.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
-    name: str = ""
-    most: int = 0
-    now: int = 0
+    name: str = ""  # of the parameter
+    most: int = 0  # the peak of activations
+    now: int = 0  # activations when the event starts
     work: tuple[Work, ...] = ()
-    waiting: int = 0
-    leaves: int = 0
-    returns: int = 0
+    waiting: int = 0  # the peak of checkpointed inputs in host memory
+    leaves: int = 0  # such inputs that are copied to host memory
+    returns: int = 0  # and those that are copied back
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +89,30 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.most = self.flops = 0
+        self.flops = 0
         self.events: list[TraceEvent] = []
-        self._event: TraceEvent = TraceEvent("begin")
-        self._most_since, self._work = 0, list[Work]()
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
-        self.waiting = self._waiting_since = 0
+        self._event, self._work = TraceEvent("begin"), list[Work]()
+        self._held, self._peak = Counter[str](), Counter[str]()  # bytes by memory: now, and the most of this event
         self._copying, self._copied_since = "", Counter[str]()
-        self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def ignore(self, tensors: Iterator[Tensor]) -> None:
+    @property
+    def most(self) -> int:
+        """The peak bytes on the device."""
+        return max([self._peak["device"], *(event.most for event in self.events)])
+
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Excludes tensors that exist already."""
-        for x in tensors:
-            self._seen[x.untyped_storage()] = 0
+        self._seen |= {x.untyped_storage() for x in tensors}
 
     def mark(self, kind: Literal["fetch", "boundary", "unpack", "grad"], name: str = "") -> None:
         """Ends the current event and begins the next."""
-        self.events.append(
-            self._event._replace(
-                most=self._most_since, now=self.now, work=tuple(self._work), waiting=self._waiting_since,
-                leaves=self._copied_since["leaves"], returns=self._copied_since["returns"],
-            )
-        )  # fmt: skip
-        self._event, self._most_since, self._work = TraceEvent(kind, name), self.now, []
-        self._waiting_since, self._copied_since = self.waiting, Counter()
+        peak, copied = self._peak, self._copied_since
+        ended = self._event._replace(most=peak["device"], now=self._held["device"], work=tuple(self._work))
+        self.events.append(ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"]))
+        self._event, self._work = TraceEvent(kind, name), []
+        self._peak, self._copied_since = self._held.copy(), Counter()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -131,29 +123,19 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for x in _tensors(out):
             storage = x.untyped_storage()
             if storage not in self._seen:
-                self._seen[storage] = nbytes = storage.nbytes()
-                self._add(storage, nbytes)
-        self.most = max(self.most, self._most_since)
+                self._seen.add(storage)
+                self._add(storage, storage.nbytes())
         if not self._copying and (work := _work_of(func, flops, args, out)).nbytes:
             self._work.append(work)
         return out
 
     def _add(self, storage: Any, nbytes: int) -> None:
+        memory = "device"
         if self._copying == "leaves":
-            nbytes = pinned_nbytes(nbytes)
-            weakref.finalize(storage, self._drop_waiting, nbytes)
-            self.waiting += nbytes
-            self._waiting_since = max(self._waiting_since, self.waiting)
-        else:
-            weakref.finalize(storage, self._drop, nbytes)
-            self.now += nbytes
-            self._most_since = max(self._most_since, self.now)
-
-    def _drop(self, nbytes: int) -> None:
-        self.now -= nbytes
-
-    def _drop_waiting(self, nbytes: int) -> None:
-        self.waiting -= nbytes
+            memory, nbytes = "host", pinned_nbytes(nbytes)
+        self._held[memory] += nbytes
+        self._peak[memory] = max(self._peak[memory], self._held[memory])
+        weakref.finalize(storage, self._held.subtract, {memory: nbytes})
 
     def _copied(self, direction: Literal["leaves", "returns"], x: Tensor) -> Tensor:
         """A copy between the device and host memory; it occupies the host link, and so adds no `Work`."""
@@ -175,9 +157,8 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     read = _tensors(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    return Work(
-        flops, sum(map(_nbytes, (*read, *made))), any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
-    )
+    is_wide = any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
+    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -229,10 +210,11 @@ def trace_activations(
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
     with FakeTensorMode(allow_non_fake_inputs=True):
         layout = plan(model, alone)
-        params, buffers = dict(_params(model, layout)), _buffers(model, layout)
-        fake_batch = _cast(without_memory(batch, CPU), cfg.casts_batch_to)
-        tensors = (x for x in optree.tree_leaves(fake_batch) if isinstance(x, Tensor))
-        alive.ignore(iter([*params.values(), *buffers.values(), *tensors]))
+        params, buffers = _params(model, layout), _buffers(model, layout)
+        fake_batch = without_memory(batch, torch.device("cpu"))
+        if (dtype := cfg.casts_batch_to) is not None:
+            fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
+        alive.ignore([*params.values(), *buffers.values(), *_tensors(fake_batch)])
         recorder = _Recorder(alive, layout, params)
         with (
             _with_fix(model),
@@ -243,17 +225,14 @@ def trace_activations(
             alive,
         ):
             loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
-            recorder.boundary()
+            alive.mark("boundary")
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
     return Traced(alive.most, alive.flops, tuple(alive.events))
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`).
-
-    All gradients of a unit are ready once its backward is done.
-    """
+    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`)."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, name: str) -> Tensor:
@@ -274,13 +253,13 @@ class _Recorder:
 
     def __init__(self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor]) -> None:
         self.alive, self.params = alive, params
-        self._buffers = {name: (unit, b) for unit in layout.units for b in unit.buffers for name in b.layout.names}
+        self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}
         self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}
         self._anchor = torch.empty(0, requires_grad=True)
         self._present, self._leaves = "", dict[str, Tensor]()
 
     def fetch(self, name: str) -> Tensor:
-        unit = self._buffers[name][0]
+        unit = self._units[name]
         if unit.name != self._present:
             self._present, self._leaves = unit.name, {}
             with torch.enable_grad():
@@ -290,9 +269,6 @@ class _Recorder:
                         self._leaves[own] = _gate(self._anchor, param, self.alive, own) if buffer.trainable else param
         self.alive.mark("fetch", name)
         return self._leaves[name]
-
-    def boundary(self) -> None:
-        self.alive.mark("boundary")
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
         return tensor.detach(), self._names.get(tensor.untyped_storage()._cdata, "")
@@ -304,12 +280,13 @@ class _Recorder:
         return tensor
 
 
-def _params(model: nn.Module, layout: Plan) -> Iterator[tuple[str, Tensor]]:
-    """Fake parameters, by name."""
+def _params(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
     own = dict(model.named_parameters(remove_duplicate=False))
-    for buffer in layout.flat_buffers:
-        for name in buffer.layout.names:
-            yield name, torch.empty(own[name].shape, dtype=torch_dtype(buffer.dtypes.param))
+    return {
+        name: torch.empty(own[name].shape, dtype=torch_dtype(buffer.dtypes.param))
+        for buffer in layout.flat_buffers
+        for name in buffer.layout.names
+    }
 
 
 def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
@@ -317,64 +294,40 @@ def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
     return {name: torch.empty(own[name].shape, dtype=torch_dtype(spec.dtype)) for name, spec in layout.buffers.items()}
 
 
-def _cast(batch: Any, dtype: str | None) -> Any:
-    if dtype is None:
-        return batch
-    return optree.tree_map(
-        lambda x: x.to(torch_dtype(dtype)) if isinstance(x, Tensor) and x.is_floating_point() else x, batch
-    )
-
-
 @contextmanager
 def _with_fix(model: nn.Module) -> Iterator[None]:
     """Adds a fix to errors of the model; the body's own ValueErrors pass."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-    _FAKE_TENSOR_LOG.addFilter(_drop)
+    def drop(record: logging.LogRecord) -> bool:
+        return False
+
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # gets an error and its traceback before it is raised
+    log.addFilter(drop)
     try:
         yield
     except ValueError:
         raise  # an error of the loss names its own fix
     except Exception as error:
-        needs_values = isinstance(error, DataDependentOutputException | DynamicOutputShapeException)
-        fix = (
-            "it reads values of tensors, and a dry run has none: use torch.where and the like"
-            if needs_values
-            else "correct the model or the batch"
-        )
+        fix = "correct the model or the batch"
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            fix = "it reads values of tensors, and a dry run has none: use torch.where and the like"
         raise ValueError(
             f"batch: {type(model).__name__} must run forward and backward on it, got {type(error).__name__}: {error}; "
             f"{fix}, or plan without a batch"
         ) from error
     finally:
-        _FAKE_TENSOR_LOG.removeFilter(_drop)
+        log.removeFilter(drop)
 
 
-_FAKE_TENSOR_LOG = logging.getLogger("torch._subclasses.fake_tensor")
-"""Torch logs an error here, with a traceback, before it raises it."""
-
-
-def _drop(record: logging.LogRecord) -> bool:
-    return False
-
-
-@contextmanager
-def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> Iterator[None]:
+def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> AbstractContextManager[None]:
     """Checkpoints as in a step, but restores no module buffers before a recomputation: they have no values here."""
     anchor = torch.empty(0)
 
     def wrapped(name: str, module: nn.Module) -> Callable[..., Any]:
         return checkpointed(Site(name, module.forward, [], frozenset(), moves, nullcontext, anchor))
 
-    with replaced_forwards(model, names, wrapped) if names else nullcontext():
-        yield
-
-
-def _has_units(model: nn.Module) -> bool:
-    try:
-        return bool(choose_modules(model, 1, blocks=blocks_of(model)))
-    except ValueError:
-        return False
+    return replaced_forwards(model, names, wrapped) if names else nullcontext()
 
 
 class Activations:
@@ -387,7 +340,9 @@ class Activations:
     def __init__(
         self, model: nn.Module, cfg: Config | Any, batch: Any, loss_fn: LossFn | None = None, device: Device = "cuda"
     ) -> None:
-        self.has_units = _has_units(model)
+        self.has_units = False
+        with suppress(ValueError):
+            self.has_units = bool(choose_modules(model, 1, blocks=blocks_of(model)))
         self._trace = cache(
             lambda checkpoint, on_host: trace_activations(
                 model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=on_host, device=device
@@ -395,6 +350,5 @@ class Activations:
         )
 
     def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
-        """The trace with (`checkpoints`) or without checkpointed units: those of the configuration, or every one if it sets none.
-        Their inputs are kept in host memory (`on_host`) or on the device."""
+        """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)

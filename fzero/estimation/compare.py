@@ -1,8 +1,5 @@
 """`compare_plans`: the bytes that a rank would hold and send, for every stage and placement side by side.
 
-    comparison = fzero.estimation.compare_plans(model, "config.json", world_size=64)
-    print(comparison)
-
 Each column is a configuration: the given one with another stage or other placements. Its numbers come from `fzero.plan`,
 which uses the layouts and specs of a real step, padding included, and from a dry run (`fzero.estimation.dry_run`), which
 gives the composition of the peak and the duration of the step.
@@ -11,7 +8,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -39,37 +36,38 @@ from sharding.dtypes import itemsize
 
 Keys = Mapping[str, Any]  # a configuration as in a file
 MEMORIES = {"device": "on the device", "host": "in host memory", "nvme": "in files"}
-QUANTITIES = (
-    "parameters",
-    "gradients",
-    "master",
-    "optimizer",
-    "comm hooks",
-    "gathers",
-    "reductions",
-    "arrivals",
-    "kept",
-    "streams",
-    "activations",
-    "sub-groups",
-    "gaps",
-)
+QUANTITIES = {
+    "parameters": "parameters",
+    "gradients": "gradients",
+    "master": "master",
+    "optimizer": "optimizer state",
+    "comm hooks": "comm hooks",
+    "gathers": "gather buffers",
+    "reductions": "reduce buffers",
+    "arrivals": "reduced shards",
+    "kept": "kept buffers",
+    "streams": "streams",
+    "activations": "activations",
+    "sub-groups": "on its way",
+    "gaps": "pinned, rounded up",
+}
+"""The names of quantities in the table."""
+
+
+def placed(
+    stage: int, optimizer: str = "device", params: str = "device", nvme_path: str | None = "nvme"
+) -> dict[str, Any]:
+    """The keys of `zero_optimization` for a stage and two placements; None removes a key."""
+    blocks = {"device": None, "host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": nvme_path}}
+    return {"stage": stage, "offload_optimizer": blocks[optimizer], "offload_param": blocks[params]}
+
 
 VARIANTS: dict[str, Keys] = {
-    **{f"stage {stage}": {"stage": stage, "offload_optimizer": None, "offload_param": None} for stage in range(4)},
-    **{
-        f"stage {stage}, optimizer on {name}": {"stage": stage, "offload_optimizer": block, "offload_param": None}
-        for name, block in (("host", {"device": "cpu"}), ("nvme", {"device": "nvme", "nvme_path": "nvme"}))
-        for stage in (1, 2, 3)
-    },
-    "stage 3, all on host": {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    "stage 3, all on nvme": {
-        "stage": 3,
-        "offload_optimizer": {"device": "nvme", "nvme_path": "nvme"},
-        "offload_param": {"device": "nvme", "nvme_path": "nvme"},
-    },
+    **{f"stage {stage}": placed(stage) for stage in range(4)},
+    **{f"stage {n}, optimizer on {kind}": placed(n, kind) for kind in ("host", "nvme") for n in (1, 2, 3)},
+    **{f"stage 3, all on {kind}": placed(3, kind, kind) for kind in ("host", "nvme")},
 }
-"""The keys of `zero_optimization` that each column sets; None removes a key."""
+"""The keys of `zero_optimization` that each column sets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +110,8 @@ class Candidate:
         longs = ((b, leaf.spec) for b in self.plan.flat_buffers for leaf in self.plan.leaves(b) if leaf.is_long)
         return round(
             sum(
-                (spec.numel - buffer.layout.numel) * itemsize(spec.dtype) / spec.partition(self.plan.mesh).world_size
-                for buffer, spec in longs
+                (spec.numel - b.layout.numel) * itemsize(spec.dtype) / spec.partition(self.plan.mesh).world_size
+                for b, spec in longs
             )
         )
 
@@ -169,7 +167,39 @@ class Comparison:
         }
 
     def __rich__(self) -> Group:
-        return _report(self)
+        columns = self.columns
+        has_batch = any("activations" in one.memory["device"] for one in columns)
+        scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
+        title = (
+            f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
+        )
+        table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
+        table.add_column("", no_wrap=True)
+        for one in columns:
+            name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
+            table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
+        for kind, where in MEMORIES.items():
+            if any(one.memory.get(kind) for one in columns):
+                table.add_row(f"[bold]{where}", *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns))
+            for quantity, words in QUANTITIES.items():
+                held = [one.memory.get(kind, {}).get(quantity, 0) for one in columns]
+                if any(held):
+                    table.add_row(f"  {words}", *(shown(nbytes, scale) for nbytes in held))
+        table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
+        table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
+        for axis in columns[0].plan.mesh.names:
+            sent = (one.sent_by_axis.get(axis, 0) for one in columns)
+            table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
+        if has_batch:
+            table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
+        if any(one.tokens for one in columns):
+            table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
+        notes = [f"{one.name}: {one.step.told}." for one in columns if one.name == self.given]
+        notes += [f"{one.name}: {one.note}" for one in columns if one.note]
+        notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
+        if not has_batch:
+            notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
+        return Group(table, *(["", *notes] if notes else []))
 
     def __str__(self) -> str:
         return as_text(self)
@@ -216,7 +246,7 @@ def compare_plans(
             columns.append(planned(name, changed(keys, {"zero_optimization": zero})))
         except ConfigError as error:
             refused[name] = str(error).splitlines()[0]
-    same = next((c.name for c in columns if _is_like(c, given)), None)
+    same = next((c.name for c in columns if quietly(c.keys).zero_optimization == given.zero_optimization), None)
     if same is None:
         columns.insert(0, planned("as given", keys))
     num_params = sum(param.numel() for param in model.parameters())
@@ -227,10 +257,6 @@ def tokens_of(batch: Any) -> int:
     """Elements of the first integer tensor, such as token ids; 0 if there is none."""
     tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
     return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
-
-
-def _is_like(other: Candidate, given: Config) -> bool:
-    return quietly(other.keys).zero_optimization == given.zero_optimization
 
 
 def column(
@@ -248,44 +274,36 @@ def column(
 
     Args:
         trace: of the activations, with the same dtypes, checkpointing and device.
-        machine: the rates of one rank.
-        device: where the model is.
 
     Raises:
         ConfigError: the configuration is not possible.
     """
+
+    def planned_at(limit: int) -> tuple[Keys, Plan]:
+        at_limit = changed(keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
+        return at_limit, plan(model, quietly(at_limit), world_size=world_size, mesh=mesh)
+
     note = ""
     try:
         planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
     except LiveLimitError:
-        zero = quietly(keys).zero_optimization
-        if _names_max_live(keys):
+        if {"stage3_max_live_parameters", "max_live_parameters"} & {*(keys.get("zero_optimization") or {})}:
             raise
-        unlimited = plan(model, quietly(changed(keys, {"zero_optimization": {"stage3_max_live_parameters": 1 << 60}})),
-                     world_size=world_size, mesh=mesh)  # fmt: skip
-        numels = sorted(unit.gathered_numel for unit in unlimited.units)
-        keys = changed(keys, {"zero_optimization": {"stage3_max_live_parameters": sum(numels[-2:])}})
+        limit = sum(sorted(unit.gathered_numel for unit in planned_at(1 << 60)[1].units)[-2:])
         note = (
-            f"stage3_max_live_parameters is {sum(numels[-2:])} here, which holds the two largest units, because "
-            f"{zero.stage3_max_live_parameters} holds none"
+            f"stage3_max_live_parameters is {limit} here, which holds the two largest units, because "
+            f"{quietly(keys).zero_optimization.stage3_max_live_parameters} holds none"
         )
-        planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
+        keys, planned = planned_at(limit)
     step = dry_run(planned, trace, machine=machine, device=device, title=name)
     return Candidate(name, keys, planned, step, memory_of(step), note)
-
-
-def _names_max_live(keys: Keys) -> bool:
-    zero = keys.get("zero_optimization") or {}
-    return "stage3_max_live_parameters" in zero or "max_live_parameters" in zero
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:
     """Bytes by kind of memory and by purpose; on the device, those at the peak."""
     held = {kind: dict(parts) for kind, parts in step.memory.items()}
     held["device"] = step.at_peak
-    on_host = {
-        name: n for name, n in held.get("host", {}).items() if step.device == "cuda"
-    }  # else counted on the device
+    on_host = held.get("host", {}) if step.device == "cuda" else {}  # else counted on the device
     held["host"] = on_host | {"activations": step.host_inputs, "sub-groups": step.host_pool, "gaps": step.host_gaps}
     return {kind: {name: n for name, n in parts.items() if n} for kind, parts in held.items() if any(parts.values())}
 
@@ -328,60 +346,3 @@ def quietly(keys: Keys) -> Config:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConfigWarning)
         return Config.load(dict(keys))
-
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-TITLES = {
-    "optimizer": "optimizer state",
-    "gathers": "gather buffers",
-    "reductions": "reduce buffers",
-    "arrivals": "reduced shards",
-    "streams": "streams",
-    "kept": "kept buffers",
-    "activations": "activations",
-    "sub-groups": "on its way",
-    "gaps": "pinned, rounded up",
-}
-
-
-def _report(comparison: Comparison) -> Group:
-    columns = comparison.columns
-    scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
-    title = f"{comparison.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
-    table = Table(title=title, title_justify="left", padding=(0, 1, 0, 0), box=None, header_style="bold")
-    table.add_column("", no_wrap=True)
-    for one in columns:
-        name = one.name.replace(" optimizer", " opt.").replace(" on ", "\n").replace(", ", "\n")
-        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, name.split("\n"))))
-    _memory_rows(table, columns, scale)
-    table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
-    table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
-    for axis in columns[0].plan.mesh.names:
-        sent = (one.sent_by_axis.get(axis, 0) for one in columns)
-        table.add_row(f"sent along {axis}", *(shown(nbytes, scale) for nbytes in sent))
-    if any("activations" in one.memory["device"] for one in columns):
-        table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
-    if any(one.tokens for one in columns):
-        table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
-    notes = [_peak(one) for one in columns if one.name == comparison.given]
-    notes += [f"{one.name}: {one.note}" for one in columns if one.note]
-    notes += [f"{name} is not possible: {reason}" for name, reason in comparison.refused.items()]
-    if not any("activations" in one.memory["device"] for one in columns):
-        notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
-    return Group(table, *(["", *notes] if notes else []))
-
-
-def _peak(one: Candidate) -> str:
-    return f"{one.name}: {one.step.told}."
-
-
-def _memory_rows(table: Table, columns: Sequence[Candidate], scale: float) -> None:
-    for kind, where in MEMORIES.items():
-        if not any(one.memory.get(kind) for one in columns):
-            continue
-        table.add_row(f"[bold]{where}", *(f"[bold]{shown(one.nbytes(kind), scale)}" for one in columns))
-        for name in QUANTITIES:
-            held = [one.memory.get(kind, {}).get(name, 0) for one in columns]
-            if any(held):
-                table.add_row(f"  {TITLES.get(name, name)}", *(shown(nbytes, scale) for nbytes in held))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fzero.estimation.ledger import MemoryLedger, shard_nbytes
+from fzero.estimation.ledger import MemoryLedger
 from fzero.estimation.unit_events import Part, follow
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
@@ -26,8 +26,7 @@ class _Gather:
     """The gather of a unit in flight, or in use."""
 
     full: list[Taken]
-    shards: int
-    """Bytes of offloaded shards that were copied to the device for it."""
+    shards: int  # bytes of offloaded shards that were copied to the device for it
     end: float
 
 
@@ -35,9 +34,8 @@ class _Gather:
 class _Reduction:
     """The reductions of a unit in flight."""
 
-    full: list[Taken]
-    arriving: int
-    """Bytes of receive buffers."""
+    full: list[Taken] = field(default_factory=list)
+    arriving: int = 0  # bytes of receive buffers
     ends: list[tuple[FlatParamPlan, float, bool]] = field(default_factory=list)
 
 
@@ -57,12 +55,7 @@ class DryPass:
         self._held: set[str] = set()  # keys of full gradients to which the next one is added
 
     def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
-        """One forward and backward.
-
-        Args:
-            order: of its collectives.
-            is_first, is_last: whether this micro-step is the first or last of its step.
-        """
+        """One forward and backward, the first or last of its step; `order` is that of its collectives."""
         self.is_first, self.is_last = is_first, is_last
         self._reduced, self._leaving = set[str](), deque[float]()
         scheduler, turn = self.scheduler, order.index(BOUNDARY) + 1
@@ -104,23 +97,18 @@ class DryPass:
     def _gather(self, name: str) -> None:
         plan, ledger = self.plan, self.ledger
         full, shards, end = list[Taken](), 0, 0.0
-        for buffer in self._units[name].buffers:
-            if not buffer.flow.gathers_over:
-                continue
-            fetched = self._prefetched.pop(buffer.key, None)
-            fetched = self._fetch(buffer) if fetched is None else fetched
-            shards += 0 if ledger.is_here(buffer.params) else shard_nbytes(buffer, plan)
-            axes = buffer.flow.gathers_over
+        for buffer in (buffer for buffer in self._units[name].buffers if buffer.flow.gathers_over):
+            fetched = self._prefetched.pop(buffer.key) if buffer.key in self._prefetched else self._fetch(buffer)
+            shards += 0 if ledger.is_here(buffer.params) else ledger.nbytes_of(buffer.params)
             if buffer.flow.param_numel == buffer.padded_numel:
                 end = max(end, fetched)
                 continue
             full.append(ledger.take("gathers", buffer.padded_numel, buffer.dtypes.param))
             hooks = plan.comm_hooks.gather if buffer.trainable else plan.comm_hooks.frozen
             if ledger.device == "cpu":  # this rank copies its own shard into the full buffer
-                ledger.touch(2 * shard_nbytes(buffer, plan))
-            label = f"gather {name}"
-            sent = ledger.send(label, buffer.padded_numel, axes, buffer.dtypes.param, hooks=hooks, after=fetched)
-            end = max(end, sent)
+                ledger.touch(2 * ledger.nbytes_of(buffer.params))
+            what = buffer.padded_numel, buffer.flow.gathers_over, buffer.dtypes.param
+            end = max(end, ledger.send(f"gather {name}", *what, hooks=hooks, after=fetched))
         self._gathers[name] = _Gather(full, shards, end)
         ledger.write()
 
@@ -132,7 +120,7 @@ class DryPass:
 
     def _fetch(self, buffer: FlatParamPlan) -> float:
         """Starts to load a shard; returns when it is here."""
-        nbytes, spec = shard_nbytes(buffer, self.plan), buffer.params
+        nbytes, spec = self.ledger.nbytes_of(buffer.params), buffer.params
         if not self.ledger.is_here(spec):
             self.ledger.add("gathers", nbytes)
         return self.ledger.fetch(spec, nbytes, f"load {buffer.key}")
@@ -167,23 +155,22 @@ class DryPass:
             dtype = flow.keep_dtype if is_kept else flow.send_dtype
             self._filling[key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
         if is_kept and buffer.key in self._held:
-            self.ledger.lanes.wait(buffer.key, self.ledger.fetch(buffer.grads, self._grad_nbytes(buffer), buffer.key))
+            nbytes = self.ledger.nbytes_of(buffer.grads)
+            self.ledger.lanes.wait(key, self.ledger.fetch(buffer.grads, nbytes, key))
 
     def _reduce(self, name: str) -> None:
-        reduction = _Reduction([], 0)
-        for buffer in self._units[name].buffers:
-            if not buffer.trainable:
-                continue
+        reduction = _Reduction()
+        for buffer in (buffer for buffer in self._units[name].buffers if buffer.trainable):
             taken = self._filling.pop(buffer.key)
-            if not buffer.flow.reduces(is_last=self.is_last):
-                self._held.add(buffer.key)
-                if taken is not None:
-                    self.ledger.write_back(buffer.grads, self._grad_nbytes(buffer), buffer.key)
-                    self.ledger.give(taken)
+            if buffer.flow.reduces(is_last=self.is_last):
+                reduction.full += [] if taken is None else [taken]
+                reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
+                self._reduced.add(buffer.key)
                 continue
-            reduction.full += [] if taken is None else [taken]
-            reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
-            self._reduced.add(buffer.key)
+            self._held.add(buffer.key)
+            if taken is not None:
+                self.ledger.write_back(buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key)
+                self.ledger.give(taken)
         if reduction.ends:
             self._in_flight.append(reduction)
         self.ledger.write()
@@ -196,10 +183,10 @@ class DryPass:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
         shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
         adds = flow.adds(is_first=self.is_first)
-        end = ledger.send("reduce_scatter", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks, label="reduce")
+        end = ledger.send("reduce", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks)
         for axis in flow.sums_over if self.is_last else ():
             for through in (hooks, {}):
-                end = ledger.send("all_reduce", numel, (axis,), dtype, hooks=through, after=end, label="reduce")
+                end = ledger.send("reduce", numel, (axis,), dtype, hooks=through, after=end)
             numel //= plan.mesh.axis_size(axis)
         if not is_full:
             is_new = adds or flow.keep_dtype != dtype or not ledger.is_here(buffer.grads)
@@ -215,24 +202,19 @@ class DryPass:
         return end, adds
 
     def _end_reduce(self) -> None:
-        reduction = self._in_flight.popleft()
+        ledger, reduction = self.ledger, self._in_flight.popleft()
         for buffer, end, adds in reduction.ends:
-            self.ledger.lanes.wait(f"reduce {buffer.key}", end)
+            ledger.lanes.wait(f"reduce {buffer.key}", end)
+            nbytes = ledger.nbytes_of(buffer.grads)
             if adds:
-                self.ledger.touch(3 * self._grad_nbytes(buffer))
-            if not self.ledger.is_here(buffer.grads):
+                ledger.touch(3 * nbytes)
+            if not ledger.is_here(buffer.grads):
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
-                    self.ledger.lanes.wait(buffer.key, self._leaving.popleft())
-                nbytes = self._grad_nbytes(buffer)
-                self._leaving.append(
-                    self.ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=adds)
-                )
-        self.ledger.add("arrivals", -reduction.arriving)
+                    ledger.lanes.wait(buffer.key, self._leaving.popleft())
+                self._leaving.append(ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=adds))
+        ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
-            self.ledger.give(taken)
-
-    def _grad_nbytes(self, buffer: FlatParamPlan) -> int:
-        return buffer.grads.local_nbytes(self.plan.mesh)
+            ledger.give(taken)
 
 
 EXECUTORS: dict[str, Callable[[DryPass, str], object]] = {

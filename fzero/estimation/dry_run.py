@@ -1,9 +1,7 @@
 """`dry_run`: the bytes that a rank holds over an eager step, and the step's duration, computed without tensors.
 
     run = dry_run(plan, trace_activations(model, cfg, batch))
-    run.nbytes, run.told              # the peak bytes on the device; when the peak is, and what it consists of
-    run.draw()                        # the bytes over the step
-    print(run.timeline)               # compute, gathers, reductions and streams, and which waits for which
+    print(run.told, run.timeline)     # the peak; compute, gathers, reductions and streams, and which waits for which
 
 A dry run executes the events of an eager step's unit scheduler on a trace of the model: it gathers and releases units, fills and
 reduces full gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations,
@@ -104,7 +102,28 @@ class DryRun:
 
     def draw(self, title: str = "") -> Figure:
         """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
-        figure: Figure = _draw(self, title)
+        from matplotlib.figure import Figure
+
+        scale, unit = scale_of(self.nbytes)
+        figure = Figure(figsize=(11, 4.2), layout="constrained")
+        axes = figure.subplots()
+        held = [self.state | row.held for row in self.rows]
+        names = [name for name in COLORS if any(one.get(name) for one in held)]
+        heights = [[one.get(name, 0) / scale for one in (*held, held[-1])] for name in names]
+        colors = [COLORS[name] for name in names]
+        axes.stackplot(range(len(held) + 1), heights, step="post", colors=colors, linewidth=0, labels=names)
+        index = self.rows.index(self.peak)
+        axes.plot([index + 0.5], [self.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
+        side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
+        text = f"{self.nbytes / scale:.3g} {unit}, {self.peak.label} "
+        axes.annotate(text, (index + 0.5, self.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
+        ticks = [i for i, row in enumerate(self.rows) if i == 0 or row.label != self.rows[i - 1].label]
+        few = ticks[:: -(-len(ticks) // 40)]
+        axes.set_xticks(few, [self.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
+        axes.set(xlim=(0, len(held)), ylim=(0, 1.12 * self.nbytes / scale), ylabel=f"{unit} on the device")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
+        figure.legend(reverse=True, loc="outside right upper", frameon=False, fontsize=8)
         return figure
 
 
@@ -137,8 +156,7 @@ def dry_run(
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
             ends.append(ledger.lanes.now)
         update(ledger)
-    further_seconds = ends[0] * (plan.num_micro_steps - num)
-    memory = plan.bytes_by_memory
+    further_seconds, memory = ends[0] * (plan.num_micro_steps - num), plan.bytes_by_memory
     timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")
     inputs = max(part.waiting for part in parts)
     on_cuda = device == "cuda"
@@ -158,8 +176,6 @@ def _timeline(ledger: MemoryLedger, state: int, title: str) -> Timeline:
     return Timeline(tuple(ledger.lanes.spans), times, live, title)
 
 
-# --- the picture -------------------------------------------------------------------------------------------------
-
 COLORS = {
     "parameters": "#5b7fa6",
     "gradients": "#c98b5b",
@@ -173,37 +189,3 @@ COLORS = {
     "streams": "#a3b86c",
     "activations": "#7fb08a",
 }
-
-
-def _draw(step: DryRun, title: str) -> Any:
-    from matplotlib.figure import Figure
-
-    scale, unit = scale_of(step.nbytes)
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    axes = figure.subplots()
-    held = [step.state | row.held for row in step.rows]
-    names = [name for name in COLORS if any(one.get(name) for one in held)]
-    xs = range(len(held) + 1)
-    low = [0.0] * len(xs)
-    for name in names:
-        numbers = [one.get(name, 0) / scale for one in held]
-        high = [a + b for a, b in zip(low, [*numbers, numbers[-1]])]
-        axes.fill_between(xs, low, high, step="post", color=COLORS[name], linewidth=0, label=name)
-        low = high
-    index = step.rows.index(step.peak)
-    axes.plot([index + 0.5], [step.nbytes / scale], "v", color="black", markersize=6, clip_on=False)
-    side: dict[str, Any] = {"ha": "right"} if index > len(held) / 2 else {}
-    text = f"{step.nbytes / scale:.3g} {unit}, {step.peak.label} "
-    axes.annotate(text, (index + 0.5, step.nbytes / scale), (0, 8), textcoords="offset points", fontsize=9, **side)
-    ticks = [i for i, row in enumerate(step.rows) if i == 0 or row.label != step.rows[i - 1].label]
-    few = ticks[:: -(-len(ticks) // 40)]
-    axes.set_xticks(few, [step.rows[i].label for i in few], rotation=60, ha="right", fontsize=7)
-    axes.set_ylim(0, 1.12 * step.nbytes / scale)
-    axes.set_xlim(0, len(held))
-    axes.set_ylabel(f"{unit} on the device")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10, fontweight="bold")
-    figure.legend(
-        *[x[::-1] for x in axes.get_legend_handles_labels()], loc="outside right upper", frameon=False, fontsize=8
-    )
-    return figure

@@ -20,8 +20,7 @@ from fzero.storage.buffer_sizes import updated_specs, updates_on_host
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
-MOST_SUB_GROUPS = 16
-"""The most sub-groups of one buffer in a dry run; if there are more, several are simulated as one."""
+MOST_SUB_GROUPS = 16  # the most sub-groups of one buffer in a dry run; if there are more, several are simulated as one
 
 
 def update(ledger: MemoryLedger) -> None:
@@ -30,9 +29,7 @@ def update(ledger: MemoryLedger) -> None:
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     ledger.label = "update"
     for buffer in trained:
-        ledger.touch(
-            _shard_nbytes(ledger, buffer.grads), "norm"
-        )  # also of offloaded gradients, before they leave the device
+        ledger.touch(ledger.nbytes_of(buffer.grads), "norm")  # also if offloaded, before it leaves the device
     if plan.world_size > 1:
         axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else WORLD
         ledger.lanes.wait("norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis))
@@ -52,10 +49,6 @@ def _is_here(ledger: MemoryLedger, buffer: FlatParamPlan) -> bool:
     return all(ledger.is_here(spec) for spec in (buffer.params, *updated_specs(buffer, ledger.plan)))
 
 
-def _shard_nbytes(ledger: MemoryLedger, spec: TensorSpec) -> int:
-    return spec.local_nbytes(ledger.plan.mesh)
-
-
 def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
     """Bytes read and written per element: all of `specs`, except that the gradient is only read; new parameters are written."""
     both = sum(2 * itemsize(spec.dtype) for spec in specs)
@@ -63,16 +56,14 @@ def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
 
 
 def _here(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
-    ledger.touch(
-        buffer.flow.updated_numel * _moved(buffer, list(updated_specs(buffer, ledger.plan))),
-        f"update {buffer.key}",
-    )
+    nbytes = buffer.flow.updated_numel * _moved(buffer, list(updated_specs(buffer, ledger.plan)))
+    ledger.touch(nbytes, f"update {buffer.key}")
     return _join(ledger, buffer)
 
 
 def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
     flow = buffer.flow
-    return ledger.send("all_gather", flow.param_numel, flow.joins_over, buffer.dtypes.param, label="all_gather_params")
+    return ledger.send("all_gather_params", flow.param_numel, flow.joins_over, buffer.dtypes.param)
 
 
 class _Group(NamedTuple):

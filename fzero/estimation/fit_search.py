@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ from torch import nn
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import Candidate, Keys, column, quietly
+from fzero.estimation.compare import Candidate, Keys, column, placed, quietly
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
@@ -30,8 +31,7 @@ class Setting:
     params: str = "device"
     checkpoints: bool = False
     small: bool = False
-    inputs: str = "device"
-    """Where the inputs of checkpointed modules are kept; no effect without checkpointing."""
+    inputs: str = "device"  # where the inputs of checkpointed modules are kept; no effect without checkpointing
 
     @classmethod
     def of(cls, cfg: Config) -> Self:
@@ -41,42 +41,30 @@ class Setting:
             "device" if block is None else {"cpu": "host"}.get(block.device, block.device)
             for block in (zero.offload_optimizer, zero.offload_param)
         )
-        is_small = zero.reduce_bucket_size == SMALL_BUCKET
-        block = cfg.activation_checkpointing
-        inputs = "host" if block.cpu_checkpointing else "device"
-        return cls(zero.stage, optimizer, params, block.every is not None, is_small, inputs)
+        checkpointing, is_small = cfg.activation_checkpointing, zero.reduce_bucket_size == SMALL_BUCKET
+        inputs = "host" if checkpointing.cpu_checkpointing else "device"
+        return cls(zero.stage, optimizer, params, checkpointing.every is not None, is_small, inputs)
 
     def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
         """The configuration keys of these choices; the device is the default. `every` n-th unit is checkpointed, None: all."""
-        zero: dict[str, Any] = {"stage": self.stage, "offload_optimizer": _block(self.optimizer, nvme_path)}
-        zero["offload_param"] = _block(self.params, nvme_path)
+        zero = placed(self.stage, self.optimizer, self.params, nvme_path)
         if self.small:
-            zero |= {"reduce_bucket_size": SMALL_BUCKET}
-        if self.small and self.stage == 3:
-            zero |= {"stage3_prefetch_bucket_size": 0}
+            zero |= {"reduce_bucket_size": SMALL_BUCKET} | (
+                {"stage3_prefetch_bucket_size": 0} if self.stage == 3 else {}
+            )
         if not self.checkpoints:
             return {"zero_optimization": zero}
         block = {"every": every or 1} | ({"cpu_checkpointing": True} if self.inputs == "host" else {})
         return {"zero_optimization": zero, "activation_checkpointing": block}
 
 
-def _block(kind: str, nvme_path: str | None) -> Keys | None:
-    return {"device": None, "host": {"device": "cpu"}, "nvme": {"device": "nvme", "nvme_path": nvme_path}}[kind]
-
-
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """One configuration, and its needs.
+    """One configuration, and its needs."""
 
-    Attributes:
-        name: its change from the rung before.
-        choice: its choices.
-        column: its plan and dry run.
-    """
-
-    name: str
+    name: str  # its change from the rung before
     choice: Setting
-    column: Candidate = field(repr=False)
+    column: Candidate = field(repr=False)  # its plan and dry run
 
     @property
     def seconds(self) -> float:
@@ -101,7 +89,8 @@ class Search:
         self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, nvme_path: str | None, batch: Any,
         device: Device = "cuda", loss_fn: LossFn | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.keys, self.world_size, self.machine, self.device = model, keys, world_size, machine, device
+        self.model, self.keys, self.device = model, keys, device
+        self._column = partial(column, model, "", world_size=world_size, machine=machine, device=device)
         cfg = quietly(keys)
         zero = cfg.zero_optimization
         paths = [block.nvme_path for block in (zero.offload_optimizer, zero.offload_param) if block and block.nvme_path]
@@ -147,11 +136,10 @@ class Search:
             ("parameters in files", {"params": "nvme"} if self.nvme_path else {}),
             ("smaller bucket, nothing early", {"small": True}),
         ]
-        choice, seen = self.start, set()
+        choice, seen = self.start, set[Setting]()
         for name, changes in steps:
             following = replace(choice, **changes)
-            rung = None if following in seen else self.rung(name, following)
-            if rung is not None:
+            if following not in seen and (rung := self.rung(name, following)):
                 choice = following
                 seen.add(following)
                 yield rung
@@ -174,7 +162,7 @@ class Search:
         trace = None
         if self.activations is not None:
             trace = self.activations.of(checkpoints=choice.checkpoints, on_host=choice.inputs == "host")
-        return column(self.model, "", keys, self.world_size, trace=trace, machine=self.machine, device=self.device)
+        return self._column(keys=keys, trace=trace)
 
     def notes(self) -> Iterator[str]:
         """Notes on what the search did not try or count."""

@@ -1,9 +1,5 @@
 """`fit`: the fastest configuration that fits into memory, and the ladder of changes with the savings and cost of each.
 
-    found = fzero.estimation.fit(model, "config.json", world_size=8, device_nbytes=80e9)
-    print(found)
-    found.save("fits.json")
-
 `fit` plans all combinations of stage, placement, checkpointing and bucket size that the configuration allows. It chooses the
 one that fits and is fastest in a dry run (`fzero.estimation.dry_run`) at the rates of a `fzero.graph.MachineModel`; without
 a batch, only updates compute. Between equally fast ones it chooses the one with the fewest bytes on the device; a small
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -45,11 +40,8 @@ class Limits:
 
     def hold(self, rung: Rung) -> bool:
         """Whether a configuration fits."""
-        return (
-            rung.device_nbytes <= self.device
-            and rung.column.nbytes("host") <= self.host
-            and rung.column.nbytes("nvme") <= self.disk
-        )
+        limits = {"device": self.device, "host": self.host, "nvme": self.disk}
+        return all(rung.column.nbytes(kind) <= most for kind, most in limits.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +78,7 @@ class Fit:
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON."""
-        text = json.dumps(self.config, indent=2) + "\n"
-        Path(path).write_text(text)
+        Path(path).write_text(json.dumps(self.config, indent=2) + "\n")
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
@@ -100,7 +91,22 @@ class Fit:
         return {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
 
     def __rich__(self) -> Group:
-        return _report(self)
+        scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
+        limit = shown(self.limits.device, scale)
+        table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
+        for name in ("", "step of the ladder"):
+            table.add_column(name, no_wrap=True)
+        for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
+            table.add_column(name, justify="right", no_wrap=True)
+        _rung_rows(table, self, scale)
+        best = self.best
+        if best is None:
+            return Group(table, "", "Nothing fits.", *self.notes)
+        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
+        of_what = "for a step" if best.activations else "besides what it computes"
+        fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
+        note = [best.column.note] if best.column.note else []
+        return Group(table, "", fastest, f"{best.column.step.told}.", *self.notes, *note)
 
     def __str__(self) -> str:
         return as_text(self)
@@ -144,67 +150,33 @@ def fit(
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
     tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
-    best = min((rung for rung in tried if limits.hold(rung)), key=_speed, default=None)
+    holding = (rung for rung in tried if limits.hold(rung))
+    best = min(holding, key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes), default=None)
     ladder = tuple(search.ladder())
     if best is not None:
         best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
     return Fit(limits, best, ladder, tuple(search.notes()))
 
 
-def _speed(rung: Rung) -> tuple[float, bool, int]:
-    return rung.seconds, rung.choice.small, rung.device_nbytes
-
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
-def _report(found: Fit) -> Group:
-    scale, unit = scale_of(max(rung.device_nbytes for rung in found.ladder))
-    limit = shown(found.limits.device, scale)
-    table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
-    for name in ("", "step of the ladder"):
-        table.add_column(name, no_wrap=True)
-    for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
-        table.add_column(name, justify="right", no_wrap=True)
-    _rung_rows(table, found, scale)
-    lines = list(found.notes)
-    if found.best is not None:
-        best = found.best
-        where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
-        lines.insert(
-            0,
-            f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s"
-            + (" for a step." if best.activations else " besides what it computes."),
-        )
-        lines.insert(1, f"{best.column.step.told}.")
-        lines += [best.column.note] if best.column.note else []
-    else:
-        lines.insert(0, "Nothing fits.")
-    return Group(table, "", *lines)
-
-
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:
-    before: Rung | None = None
-    for rung in found.ladder:
-        is_best = found.best is not None and rung.choice == found.best.choice
+    def add(rung: Rung, sign: str, name: str, before: Rung | None) -> None:
         saves = shown(before.device_nbytes - rung.device_nbytes, scale) if before else ""
         costs = f"{rung.seconds - before.seconds:+.3g}" if before else f"{rung.seconds:.3g}"
-        sign = "→" if is_best else "fits" if found.limits.hold(rung) else ""
-        _rung_row(table, rung, scale, sign, rung.name, saves, costs)
-        before = rung
-    if found.best is not None and all(rung.choice != found.best.choice for rung in found.ladder):
+        sent = sum(rung.column.sent_by_axis.values())
+        numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
+        table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+
+    best = found.best
+    for before, rung in zip((None, *found.ladder), found.ladder, strict=False):
+        is_best = best is not None and rung.choice == best.choice
+        add(rung, "→" if is_best else "fits" if found.limits.hold(rung) else "", rung.name, before)
+    if best is not None and all(rung.choice != best.choice for rung in found.ladder):
         table.add_row()
-        _rung_row(table, found.best, scale, "→", _words(found.best.choice), "", f"{found.best.seconds:.3g}")
-
-
-def _rung_row(table: Table, rung: Rung, scale: float, sign: str, name: str, saves: str, costs: str) -> None:
-    sent = sum(rung.column.sent_by_axis.values())
-    numbers = (shown(number, scale) for number in (rung.column.nbytes("host"), rung.column.nbytes("nvme"), sent))
-    table.add_row(sign, name, shown(rung.device_nbytes, scale), saves, *numbers, costs)
+        add(best, "→", _words(best.choice), None)
 
 
 def _words(choice: Setting) -> str:
-    parts: Sequence[str] = [
+    parts = [
         f"stage {choice.stage}",
         f"optimizer state on {choice.optimizer}" * (choice.optimizer != "device"),
         f"parameters on {choice.params}" * (choice.params != "device"),

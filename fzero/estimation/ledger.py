@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from fzero.comms.comm_hooks import CommHook
 from fzero.graph.timeline import Lane, Lanes
 from fzero.plans.machine_model import MachineModel
-from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.plans.plan import Plan
 from fzero.storage.buffer_sizes import stream_buffers
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -46,8 +46,6 @@ class MemoryLedger:
         self.free = Counter(kept)
         self._held["kept"] = sum(num * numel * size for (numel, size), num in self.free.items())
 
-    # --- bytes ---------------------------------------------------------------------------------------------------
-
     def write(self, activations: int | None = None) -> None:
         """Appends a sample of the bytes in use; `activations` None keeps the last value."""
         self.activations = self.activations if activations is None else activations
@@ -78,15 +76,17 @@ class MemoryLedger:
         """Allocates memory that is not pooled; frees it if `nbytes` is negative."""
         self._held[purpose] += nbytes
 
-    # --- time ----------------------------------------------------------------------------------------------------
+    def nbytes_of(self, spec: TensorSpec) -> int:
+        """Bytes of this rank's part of a tensor."""
+        return spec.local_nbytes(self.plan.mesh)
 
     def touch(self, nbytes: int, label: str = "") -> None:
         """The device reads and writes `nbytes` of memory."""
         self.lanes.compute(label or self.label, nbytes / self.machine.memory)
 
     def send(
-        self, kind: str, numel: int, axes: Sequence[str], dtype: str, *, times: int = 1, hooks: Mapping[str, CommHook] = {},
-        after: float = 0.0, label: str = "",
+        self, label: str, numel: int, axes: Sequence[str], dtype: str, *, hooks: Mapping[str, CommHook] = {},
+        after: float = 0.0,
     ) -> float:  # fmt: skip
         """A collective along each axis in turn, with the bytes of `Plan.sent_nbytes_by_axis`. Returns its end time."""
         for axis in axes:
@@ -96,9 +96,9 @@ class MemoryLedger:
             numel //= num_ranks
             hook = hooks.get(axis)
             nbytes = numel * itemsize(dtype) if hook is None else hook.nbytes(numel, itemsize(dtype))
-            nbytes *= times * (num_ranks - 1)
+            nbytes *= num_ranks - 1
             seconds = self.machine.latency + nbytes / self.machine.network
-            after = self.lanes.start("collective", label or kind, seconds, after=after, nbytes=nbytes, axis=axis)
+            after = self.lanes.start("collective", label, seconds, after=after, nbytes=nbytes, axis=axis)
         return after
 
     def is_here(self, spec: TensorSpec) -> bool:
@@ -116,8 +116,8 @@ class MemoryLedger:
 
     def copy_inputs(self, leaves: int, returns: int) -> None:
         """Copies inputs of checkpointed modules to host memory and back, on the compute stream, which waits for them."""
-        copies: tuple[tuple[Lane, int], ...] = (("back", leaves), ("host", returns))
-        for lane, nbytes in copies:
+        copies: dict[Lane, int] = {"back": leaves, "host": returns}
+        for lane, nbytes in copies.items():
             if nbytes:
                 self.lanes.wait("inputs", self.lanes.start(lane, "inputs", nbytes / self.machine.host))
 
@@ -129,8 +129,3 @@ class MemoryLedger:
         if spec.placement.kind == "nvme":
             end = self.lanes.start("files", label, nbytes * (1 + adds) / self.machine.disk, after=end)
         return end
-
-
-def shard_nbytes(buffer: FlatParamPlan, plan: Plan) -> int:
-    """Bytes of this rank's shard of parameters."""
-    return buffer.params.local_nbytes(plan.mesh)

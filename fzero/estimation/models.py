@@ -26,8 +26,7 @@ from torch.overrides import TorchFunctionMode
 COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 HEAD, VOCABULARY = 128, 32_000
-ASPECT = 96
-"""The preferred width over depth of a GPT, about that of published ones."""
+ASPECT = 96  # the preferred width over depth of a GPT, about that of published ones
 
 
 class ModelError(ValueError):
@@ -36,15 +35,21 @@ class ModelError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """A model on `meta`, and its description in words."""
+    """A model on `meta`, and what it is."""
 
     model: nn.Module
-    told: str
+    what: str
 
     @property
     def num_params(self) -> int:
         """Ψ, tied ones once."""
         return sum(param.numel() for param in self.model.parameters())
+
+    @property
+    def told(self) -> str:
+        """Its description in words."""
+        scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if self.num_params >= s or s == 1)
+        return f"{self.what}: {self.num_params / scale:.4g}{letter} parameters"
 
 
 def named(word: str) -> Named:
@@ -58,14 +63,10 @@ def named(word: str) -> Named:
     """
     if match := COUNT.fullmatch(word.strip()):
         return _gpt(float(match[1]) * SCALES[match[2].upper()])
-    path = Path(word)
-    if path.is_dir() and (path / "config.json").exists():
-        path = path / "config.json"
-    if path.is_file():
-        return _of_file(path)
-    if ":" in word:
-        return _imported(word)
-    return _of_class(word)
+    for path in (Path(word), Path(word) / "config.json"):
+        if path.is_file():
+            return _of_file(path)
+    return _imported(word) if ":" in word else _of_class(word)
 
 
 def sample_of(model: nn.Module, batch: int, sequence: int) -> dict[str, Tensor]:
@@ -108,20 +109,6 @@ def sample_from(word: str) -> Any:
 # --- a plain GPT -------------------------------------------------------------------------------------------------
 
 
-class Linear(nn.Linear):
-    """Without initial values: filling them on `meta` costs torch a second of imports."""
-
-    def reset_parameters(self) -> None:
-        """Does nothing."""
-
-
-class Embedding(nn.Embedding):
-    """Without initial values, like `Linear`."""
-
-    def reset_parameters(self) -> None:
-        """Does nothing."""
-
-
 class Block(nn.Module):
     """Attention and a perceptron, each with a pre-norm and a residual connection."""
 
@@ -129,8 +116,8 @@ class Block(nn.Module):
         super().__init__()
         self.head = min(HEAD, width)
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = Linear(width, 3 * width), Linear(width, width)
-        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         heads = (*x_BTC.shape[:2], 3, x_BTC.shape[2] // self.head, self.head)
@@ -147,9 +134,9 @@ class PlainGPT(nn.Module):
 
     def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding = Embedding(vocabulary, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), Linear(width, vocabulary, bias=False)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         x_BTC = self.embedding(input_ids)
@@ -161,17 +148,13 @@ class PlainGPT(nn.Module):
 
 def _gpt(count: float) -> Named:
     if not 1e5 <= count <= 1e14:
-        raise ModelError(
-            f"model: a count of parameters must be between 100K and 100T, got {count:.3g}; write it as 7B or 350M"
-        )
+        rule = "a count of parameters must be between 100K and 100T"
+        raise ModelError(f"model: {rule}, got {count:.3g}; write it as 7B or 350M")
     depth, width, vocabulary = shape_of(count)
-    with torch.device("meta"):
+    with torch.device("meta"), _Unfilled():
         model = PlainGPT(depth, width, vocabulary)
-    num_params = sum(param.numel() for param in model.parameters())
     blocks = f"{depth} block{'s' * (depth > 1)}"
-    return Named(
-        model, f"a plain GPT of {blocks}, width {width}, vocabulary {vocabulary}: {_short(num_params)} parameters"
-    )
+    return Named(model, f"a plain GPT of {blocks}, width {width}, vocabulary {vocabulary}")
 
 
 def shape_of(count: float) -> tuple[int, int, int]:
@@ -200,11 +183,6 @@ def shape_of(count: float) -> tuple[int, int, int]:
     return depth, width, VOCABULARY
 
 
-def _short(count: float) -> str:
-    scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if count >= s or s == 1)
-    return f"{count / scale:.4g}{letter}"
-
-
 # --- import paths and transformers -------------------------------------------------------------------------------
 
 
@@ -212,9 +190,7 @@ def _imported(word: str) -> Named:
     made = _called(word, "model", "a function without arguments that returns a module")
     if not isinstance(made, nn.Module):
         raise ModelError(f"model: {word!r} must be a torch.nn.Module, got {type(made).__name__}; return one")
-    return Named(
-        made, f"{type(made).__name__} of {word}: {_short(sum(p.numel() for p in made.parameters()))} parameters"
-    )
+    return Named(made, f"{type(made).__name__} of {word}")
 
 
 def _called(word: str, field: str, what: str) -> Any:
@@ -255,9 +231,8 @@ class _Unfilled(TorchFunctionMode):
         if func is torch.arange:  # on `meta` it is implemented in Python, and imports all of sympy
             return func(*args, **{**kwargs, "device": "cpu"}).to("meta")
         filled = kwargs.get("tensor", args[0] if args else None)  # torch.nn.init passes it by keyword
-        if getattr(func, "__name__", "") in ("normal_", "uniform_") and isinstance(filled, Tensor) and filled.is_meta:
-            return filled
-        return func(*args, **kwargs)
+        is_filling = getattr(func, "__name__", "") in ("normal_", "uniform_", "kaiming_uniform_")
+        return filled if is_filling and isinstance(filled, Tensor) and filled.is_meta else func(*args, **kwargs)
 
 
 def _of_file(path: Path) -> Named:
@@ -309,9 +284,6 @@ def _built(cls: Any, config: Any, source: str) -> Named:
             else:
                 model = transformers.AutoModel.from_config(config)
     except Exception as error:
-        raise ModelError(
-            f"model: {source!r}: transformers cannot build it: {error}; correct the configuration"
-        ) from error
-    model.train()
-    count = sum(param.numel() for param in model.parameters())
-    return Named(model, f"{type(model).__name__} of {source}: {_short(count)} parameters")
+        fix = "correct the configuration"
+        raise ModelError(f"model: {source!r}: transformers cannot build it: {error}; {fix}") from error
+    return Named(model.train(), f"{type(model).__name__} of {source}")

@@ -18,26 +18,20 @@ from fzero.plans.unit_scheduler import UnitScheduler
 
 
 class Part(NamedTuple):
-    """An event of a unit, and the work until the next part.
+    """An event of a unit, and what happens until the next part, as in `TraceEvent`.
 
-    Attributes:
-        kind: as in `TraceEvent`: the unit is entered, its gathered parameters are needed again, or gradients of `key` are
-            ready; `use`: it needs parameters that every rank holds in full.
-        ends: whether this is the unit's last gradient.
-        numel: elements of these gradients.
-        most, now: bytes of activations: the peak until the next part, and those when it starts.
-        seconds: of the work.
-        waiting, leaves, returns: as in `TraceEvent`.
+    The unit is entered, its gathered parameters are needed again, or gradients of `key` are ready; `use`: it needs parameters
+    that every rank holds in full.
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "use", "grad"]
     unit: str = ""
     key: str = ""
-    ends: bool = False
-    numel: int = 0
+    ends: bool = False  # whether this is the unit's last gradient
+    numel: int = 0  # of these gradients
     most: int = 0
     now: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the work
     waiting: int = 0
     leaves: int = 0
     returns: int = 0
@@ -65,10 +59,8 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
     for index, event in enumerate(events):
         unit, buffer = homes.get(event.name, (None, None))
         seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
-        part = Part(
-            event.kind, most=event.most, now=event.now, seconds=seconds, waiting=event.waiting,
-            leaves=event.leaves, returns=event.returns,
-        )  # fmt: skip
+        own = {name: getattr(event, name) for name in ("most", "now", "waiting", "leaves", "returns")}
+        part = Part(event.kind, seconds=seconds, **own)
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
             if event.kind == "unpack" and not buffer.flow.gathers_over:
@@ -77,18 +69,15 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
                 numel = math.prod(buffer.layout.shape(event.name))
                 part = part._replace(key=buffer.key, ends=last[unit.name] == index, numel=numel)
         if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
-            before = part._replace(
-                most=max(before.most, part.most), now=part.now, seconds=before.seconds + part.seconds, ends=part.ends,
-                numel=before.numel + part.numel, waiting=max(before.waiting, part.waiting),
-                leaves=before.leaves + part.leaves, returns=before.returns + part.returns,
-            )  # fmt: skip
-            continue
-        yield before
-        before = part
+            sums = {
+                name: getattr(before, name) + getattr(part, name) for name in ("seconds", "numel", "leaves", "returns")
+            }
+            peaks = {name: max(getattr(before, name), getattr(part, name)) for name in ("most", "waiting")}
+            before = part._replace(**sums, **peaks)
+        else:
+            yield before
+            before = part
     yield before
-
-
-# --- the unit scheduler --------------------------------------------------------------------------------------------
 
 
 def follow(

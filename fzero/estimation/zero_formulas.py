@@ -125,7 +125,7 @@ def estimate_zero2_model_states_mem_needs_all_cold(
         needs = estimate_zero2_model_states_mem_needs(
             total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor, formula=formula
         )
-        show(f"{_cells(needs.cpu, needs.gpu)} | offload_optimizer={_device(offload).strip()}")
+        show(f"{_cells(needs)} | offload_optimizer={_device(offload).strip()}")
 
 
 def estimate_zero2_model_states_mem_needs_all_live(
@@ -163,7 +163,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
                 additional_buffer_factor,
             )  # fmt: skip
             where = f"offload_param={_device(params)}, offload_optimizer={_device(offload)}, zero_init={zero_init:d}"
-            show(f"{_cells(needs.cpu, needs.gpu)} | {where}")
+            show(f"{_cells(needs)} | {where}")
 
 
 def estimate_zero3_model_states_mem_needs_all_live(
@@ -193,5 +193,5 @@ def _device(offload: bool) -> str:
     return "cpu " if offload else "none"
 
 
-def _cells(cpu: int, gpu: int) -> str:
-    return f" {cpu / GiB:7.2f}GB | {gpu / GiB:6.2f}GB"
+def _cells(needs: MemNeeds | MemNeeds3) -> str:
+    return f" {needs.cpu / GiB:7.2f}GB | {needs.gpu / GiB:6.2f}GB"

@@ -4,14 +4,5 @@ May import: common, comms, config. Begin with `fzero.launch.cli`.
 """
 
 __all__ = [
-    "agent",
-    "cli",
-    "environment",
-    "feed",
-    "hostfile",
-    "launchers",
-    "preflight",
-    "reaper",
-    "rendezvous",
-    "supervise",
-]
+    "agent", "cli", "environment", "feed", "hostfile", "launchers", "preflight", "reaper", "rendezvous", "supervise",
+]  # fmt: skip

@@ -59,11 +59,9 @@ class Failure:
 
     rank: int
     host: str
-    code: int
-    """0 where a rank ended normally while others still waited for it."""
+    code: int  # 0 where a rank ended normally while others still waited for it
     time: float
-    follows: bool
-    """Whether the rank's error only reports that another rank has died."""
+    follows: bool  # whether the rank's error only reports that another rank has died
     lines: tuple[str, ...]
 
     @property
@@ -88,17 +86,14 @@ class Work:
 
     hosts: tuple[Host, ...]
     node_rank: int
-    program: tuple[str, ...]
-    """The command of every rank."""
+    program: tuple[str, ...]  # the command of every rank
     master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    """0 chooses a free port, on one host."""
+    master_port: int = 0  # 0 chooses a free port, on one host
     log_dir: str | None = None
     max_restarts: int = 0
     min_nodes: int | None = None
     """The job continues with fewer hosts than `hosts`, down to this number; the order of hosts is not kept then."""
-    last_call: int = LAST_CALL
-    """Seconds that the minimum of hosts waits for more."""
+    last_call: int = LAST_CALL  # seconds that the minimum of hosts waits for more
 
     @property
     def host(self) -> Host:
@@ -116,17 +111,11 @@ class Work:
 
     def arguments(self) -> list[str]:
         """The arguments of this module for the work."""
-        options = {
-            "world_info": encode(self.hosts),
-            "node_rank": self.node_rank,
-            "master_addr": self.master_addr,
-            "master_port": self.master_port,
-            "log_dir": self.log_dir,
-            "max_restarts": self.max_restarts or None,
-            "min_nodes": self.min_nodes,
-            "last_call": self.last_call if self.last_call != LAST_CALL else None,
-        }
-        return [*(f"--{name}={value}" for name, value in options.items() if value is not None), "--", *self.program]
+        options = {name: getattr(self, name) for name in ("node_rank", "master_addr", "master_port", "log_dir")}
+        options |= {"max_restarts": self.max_restarts or None, "min_nodes": self.min_nodes}
+        options["last_call"] = self.last_call if self.last_call != LAST_CALL else None
+        given = [f"--{name}={value}" for name, value in options.items() if value is not None]
+        return [f"--world_info={encode(self.hosts)}", *given, "--", *self.program]
 
 
 def run(work: Work, *, reports: bool = False) -> int:
@@ -190,8 +179,7 @@ class Ended:
     """The ranks of this host that have ended with code 0, and when; torchrun reports only failed ones."""
 
     def __init__(self) -> None:
-        self.times: dict[int, tuple[float, int]] = {}
-        """(Time, local rank) by rank."""
+        self.times: dict[int, tuple[float, int]] = {}  # (time, local rank) by rank
 
     def agent(self) -> type[LocalElasticAgent]:
         """torchrun's agent, which records normal ends here."""
@@ -235,10 +223,9 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
     and for ranks that torchrun did not end because of a second signal or because this process died.
     """
     os.environ["FZERO_JOB"] = uuid.uuid4().hex
-    command = [sys.executable, "-I", "-S", reaper.__file__, f"FZERO_JOB={os.environ['FZERO_JOB']}"]
-    command += [str(SECONDS_TO_END), folder]
+    mark = f"FZERO_JOB={os.environ['FZERO_JOB']}"
     process = subprocess.Popen(
-        command,
+        [sys.executable, "-I", "-S", reaper.__file__, mark, str(SECONDS_TO_END), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -258,6 +245,7 @@ def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> Lau
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, but works only once for agents of several hosts.
     keeps_order = num_nodes > 1 and not work.starts_again
+    configs = {"rank": work.node_rank} if keeps_order else {"last_call_timeout": work.last_call, "secret": secret}
     prefix = f"[{work.host.name} rank ${{rank}}] " if num_nodes > 1 else "[rank ${rank}] "
     return LaunchConfig(
         min_nodes=work.min_nodes or num_nodes,
@@ -266,9 +254,7 @@ def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> Lau
         run_id=secret.name if secret else f"fzero-{work.master_port}" if num_nodes > 1 else uuid.uuid4().hex[:8],
         rdzv_backend="static" if keeps_order else BACKEND,
         rdzv_endpoint=f"{work.master_addr}:{work.master_port}",
-        rdzv_configs={"rank": work.node_rank, "timeout": 300}
-        if keeps_order
-        else {"timeout": 300, "last_call_timeout": work.last_call, "secret": secret},
+        rdzv_configs={"timeout": 300, **configs},
         max_restarts=work.max_restarts,
         monitor_interval=0.1,
         local_addr=work.master_addr if num_nodes == 1 else work.host.name,
@@ -341,9 +327,8 @@ def watch_leash() -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the agent of one host, on the leash of the launcher that started it."""
-    parser = argparse.ArgumentParser(
-        prog="fzero.launch.agent", description="Starts the ranks of one host; `fzero` calls it."
-    )
+    description = "Starts the ranks of one host; `fzero` calls it."
+    parser = argparse.ArgumentParser(prog="fzero.launch.agent", description=description)
     parser.add_argument("--world_info", required=True, type=decode)
     parser.add_argument("--node_rank", required=True, type=int)
     parser.add_argument("--master_addr", required=True)

@@ -13,11 +13,10 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NoReturn
 from unittest.mock import patch
 
 import torch
@@ -58,62 +57,29 @@ def parser() -> argparse.ArgumentParser:
         hyphens = [name.replace("_", "-")] if "_" in name else []
         made.add_argument(*others, name, *hyphens, dest=name[2:], **how)  # type: ignore[arg-type]
 
-    _add_ranks(add)
-    _add_hosts(add)
-    _add_launcher(add)
-    made.add_argument("script")
-    made.add_argument("args", nargs=argparse.REMAINDER)
-    return made
-
-
-def _add_ranks(add: Callable[..., None]) -> None:
-    """The flags about the ranks of a host and their program."""
+    # the ranks of a host, and their program
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
     add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
-    add(
-        "--master_port",
-        type=port,
-        metavar="P",
-        help=f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)",
-    )
+    where = f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)"
+    add("--master_port", type=port, metavar="P", help=where)
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program of its own")
     add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
-
-
-def _add_hosts(add: Callable[..., None]) -> None:
-    """The flags about the choice of hosts, and about lost ones."""
-    add(
-        "--hostfile",
-        "-H",
-        type=Path,
-        metavar="FILE",
-        help=f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)",
-    )
+    # the choice of hosts, and lost ones
+    lines = f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)"
+    add("--hostfile", "-H", type=Path, metavar="FILE", help=lines)
     add("--include", "-i", default="", metavar="FILTER", help="only these: 'host:slot,slot@host'")
     add("--exclude", "-e", default="", metavar="FILTER", help="all but these")
     add("--num_nodes", type=int, metavar="N", help="only the first N hosts")
     add("--nnodes", metavar="MIN:MAX", help="go on with as few hosts as MIN when some are lost")
-    add(
-        "--wait_for_hosts",
-        type=int,
-        default=LAST_CALL,
-        metavar="S",
-        help=f"with --nnodes: seconds that the hosts which are there wait for the others (default {LAST_CALL})",
-    )
-    add(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="seconds that a collective waits for a rank (FZERO_TIMEOUT, default 600)",
-    )
+    seconds = f"with --nnodes: seconds that the hosts which are there wait for the others (default {LAST_CALL})"
+    add("--wait_for_hosts", type=int, default=LAST_CALL, metavar="S", help=seconds)
+    seconds = "seconds that a collective waits for a rank (FZERO_TIMEOUT, default 600)"
+    add("--timeout", type=float, metavar="S", help=seconds)
     add("--max_restarts", type=int, default=0, metavar="N", help="start the ranks again, N times, when one fails")
     add("--master_addr", metavar="HOST", help="where rank 0 listens (default: the first host)")
     add("--node_rank", type=int, metavar="K", help="with --no_ssh: which of the hosts this machine is")
-
-
-def _add_launcher(add: Callable[..., None]) -> None:
-    """The flags about starting the hosts."""
+    # starting the hosts
     add("--no_ssh", action="store_true", help="start the ranks of this host alone; start the others yourself")
     add("--no_ssh_check", action="store_true", help="do not look at the hosts before the start")
     add("--ssh_port", type=port, metavar="P")
@@ -123,6 +89,9 @@ def _add_launcher(add: Callable[..., None]) -> None:
     add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
     add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
     add("--dry_run", action="store_true", help="print the commands and run nothing")
+    made.add_argument("script")
+    made.add_argument("args", nargs=argparse.REMAINDER)
+    return made
 
 
 def port(text: str) -> int:
@@ -145,9 +114,8 @@ def say(line: str) -> None:
 def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts and slots of the job; this machine where there is no hostfile."""
     if given.num_gpus is not None and given.num_procs is not None:
-        raise LaunchError(
-            "--num_gpus and --num_procs exclude each other: both are the ranks of a host; give one of them"
-        )
+        what = "both are the ranks of a host"
+        raise LaunchError(f"--num_gpus and --num_procs exclude each other: {what}; give one of them")
     if given.num_procs is not None and given.num_procs < 1:
         raise LaunchError(f"--num_procs {given.num_procs}: must be at least 1")
     slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
@@ -158,9 +126,8 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     if path.is_file():
         return choose(parse_hostfile(path.read_text(), source=str(path)), num_nodes=given.num_nodes, **chosen)
     if (given.num_nodes or 1) > 1:
-        raise LaunchError(
-            f"--num_nodes {given.num_nodes}: needs a hostfile, and there is none at {path}; give --hostfile"
-        )
+        why = f"needs a hostfile, and there is none at {path}"
+        raise LaunchError(f"--num_nodes {given.num_nodes}: {why}; give --hostfile")
     if given.hostfile:
         say(f"there is no hostfile {path}: running on this machine alone")
     num_devices = torch.cuda.device_count()
@@ -168,9 +135,8 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
         say("no GPU is here: starting one rank; --num_procs N starts more")
     found = max(num_devices, 1 if slots_per_host is None else slots_per_host)
     if given.num_gpus is not None and 0 < num_devices < given.num_gpus:
-        raise LaunchError(
-            f"--num_gpus {given.num_gpus}: this machine has {num_devices}; --num_procs starts more ranks than that"
-        )
+        why = f"this machine has {num_devices}"
+        raise LaunchError(f"--num_gpus {given.num_gpus}: {why}; --num_procs starts more ranks than that")
     return choose([Host("localhost", tuple(range(found)))], **chosen)
 
 
@@ -218,9 +184,8 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
     if given.wait_for_hosts < 0:
         raise LaunchError(f"--wait_for_hosts {given.wait_for_hosts}: must be 0 or more seconds")
     if not 0 <= (given.node_rank or 0) < len(hosts):
-        raise LaunchError(
-            f"--node_rank {given.node_rank}: must be from 0 to {len(hosts) - 1}; there are {len(hosts)} hosts"
-        )
+        rule = f"must be from 0 to {len(hosts) - 1}"
+        raise LaunchError(f"--node_rank {given.node_rank}: {rule}; there are {len(hosts)} hosts")
     log_dir = given.enable_each_rank_log
     return Work(
         hosts=hosts,
@@ -240,25 +205,20 @@ def commands_of(
 ) -> tuple[Job, tuple[Command, ...]]:
     """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):
-        say(
-            f"the variable {name!r} is not set on other hosts: a name has letters, digits and _ only, and begins with no digit"
-        )
+        rule = "a name has letters, digits and _ only, and begins with no digit"
+        say(f"the variable {name!r} is not set on other hosts: {rule}")
     variables = forwarded(environment, from_file)
     if work.needs_secret:
         variables[SECRET] = secrets.token_hex(16)
-    if (
-        given.launcher not in HAVE_AGENTS
-    ):  # without agents, the number of the hosts' cores is assumed to be that of this machine
-        num_ranks = max(len(host.slots) for host in work.hosts)
-        num_cores = os.cpu_count() or 1
+    if given.launcher not in HAVE_AGENTS:  # then the hosts' cores are assumed to be as many as this machine's
+        num_ranks, num_cores = max(len(host.slots) for host in work.hosts), os.cpu_count() or 1
         variables = rank_defaults({**environment, **from_file}, num_ranks=num_ranks, num_cores=num_cores) | variables
     launcher_args = tuple(shlex.split(given.launcher_args))
-    port = () if given.ssh_port is None else ("-p", str(given.ssh_port))
+    ssh_args = tuple(environment.get("PDSH_SSH_ARGS_APPEND", "").split())
     if given.launcher == "ssh":
-        ssh_args, launcher_args = (*port, *launcher_args), ()
-    else:
-        ssh_args = (*port, *environment.get("PDSH_SSH_ARGS_APPEND", "").split())
-    job = Job(work, variables, os.getcwd(), launcher_args, ssh_args)
+        ssh_args, launcher_args = launcher_args, ()
+    port = () if given.ssh_port is None else ("-p", str(given.ssh_port))
+    job = Job(work, variables, os.getcwd(), launcher_args, (*port, *ssh_args))
     return job, LAUNCHERS[given.launcher](job)
 
 
@@ -288,11 +248,9 @@ def start(given: argparse.Namespace) -> int:
     if given.dry_run:
         print("\n".join(map(str, commands)))
         return 0
-    if shutil.which(PROGRAMS[given.launcher]) is None:
-        program = PROGRAMS[given.launcher]
-        raise LaunchError(
-            f"--launcher {given.launcher}: there is no {program} here; install it, or use another launcher"
-        )
+    if shutil.which(program := PROGRAMS[given.launcher]) is None:
+        fix = "install it, or use another launcher"
+        raise LaunchError(f"--launcher {given.launcher}: there is no {program} here; {fix}")
     if given.launcher in HAVE_AGENTS and not given.no_ssh_check:
         check(job)
     return supervise(commands, num_needed=work.min_nodes)
@@ -300,13 +258,8 @@ def start(given: argparse.Namespace) -> int:
 
 def main(arguments: list[str]) -> int:
     """Runs `fzero run` with these arguments."""
-    made = parser()
-    given = made.parse_args(arguments)
-
-    def refuse(error: Exception) -> NoReturn:
-        made.exit(2, f"fzero: {error}\n")
-
     try:
-        return start(given)
+        return start(parser().parse_args(arguments))
     except (ValueError, OSError) as error:
-        refuse(error)
+        say(str(error))
+        sys.exit(2)

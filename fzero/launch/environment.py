@@ -11,20 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 FORWARDED = (
-    "CUDA_DEVICE_",
-    "DEEPSPEED_TIMEOUT",
-    "FZERO_TIMEOUT",
-    "FZERO_TUNE",
-    "GLOO",
-    "MALLOC_",
-    "MLFLOW",
-    "MV2",
-    "NCCL",
-    "OMP_",
-    "PYTHON",
-    "TORCH_",
-    "UCX",
-)
+    "CUDA_DEVICE_", "DEEPSPEED_TIMEOUT", "FZERO_TIMEOUT", "FZERO_TUNE", "GLOO", "MALLOC_", "MLFLOW", "MV2", "NCCL",
+    "OMP_", "PYTHON", "TORCH_", "UCX",
+)  # fmt: skip
 """Prefixes of the variables that are forwarded to other hosts. Values may be secret (MLFLOW_TRACKING_PASSWORD), so they are
 never part of a command, which `ps` shows."""
 
@@ -32,8 +21,7 @@ ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": 
 """For glibc: a rank keeps freed memory, so that buffers of collectives, which are allocated in each step, are not returned to
 the kernel and zeroed each time. 32 MiB is glibc's highest mmap threshold; at most 256 MiB are kept."""
 
-NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""Valid variable names of a shell."""
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # valid variable names of a shell
 
 
 def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, str]:

@@ -34,9 +34,8 @@ class Host:
         if len({*self.slots}) < len(self.slots) or any(slot < 0 for slot in self.slots):
             raise ValueError(f"host {self.name!r}: slots must be distinct and not negative, got {self.slots}")
         if not self.name or self.name.startswith("-"):
-            raise ValueError(
-                f"host {self.name!r}: a name must not be empty, nor begin with '-': ssh would take it as an option"
-            )
+            rule = "a name must not be empty, nor begin with '-'"
+            raise ValueError(f"host {self.name!r}: {rule}: ssh would take it as an option")
 
     @property
     def takes_first_slots(self) -> bool:
@@ -61,36 +60,26 @@ def parse_hostfile(text: str, *, source: str = "hostfile") -> tuple[Host, ...]:
         content = line.partition("#")[0].strip()
         if not content:
             continue
-        match = LINE.match(content)
-        if match is None:
-            raise ValueError(
-                f"{source}, line {number}: {content!r} is not 'host slots=N'; write for example 'node1 slots=8'"
-            )
-        name, slots = match["name"], int(match["slots"])
-        if name in found:
-            raise ValueError(
-                f"{source}, line {number}: host {name!r} is in line {found[name][0]} already; name it once"
-            )
-        if slots < 1:
-            raise ValueError(
-                f"{source}, line {number}: host {name!r} needs at least one slot; leave out the line otherwise"
-            )
         try:
-            found[name] = number, Host(name, tuple(range(slots)))
+            host = _host_of(content)
+            if host.name in found:
+                raise ValueError(f"host {host.name!r} is in line {found[host.name][0]} already; name it once")
         except ValueError as error:
             raise ValueError(f"{source}, line {number}: {error}") from None
+        found[host.name] = number, host
     if not found:
         raise ValueError(f"{source}: names no host; write lines such as 'node1 slots=8'")
     return tuple(host for _, host in found.values())
 
 
-def hostfile(hosts: Iterable[Host]) -> str:
-    """The text that `parse_hostfile` reads, for hosts that use their first slots.
-
-    >>> hostfile([Host("a", (0, 1))])
-    'a slots=2\\n'
-    """
-    return "".join(f"{host.name} slots={len(host.slots)}\n" for host in hosts)
+def _host_of(line: str) -> Host:
+    match = LINE.match(line)
+    if match is None:
+        raise ValueError(f"{line!r} is not 'host slots=N'; write for example 'node1 slots=8'")
+    name, slots = match["name"], int(match["slots"])
+    if slots < 1:
+        raise ValueError(f"host {name!r} needs at least one slot; leave out the line otherwise")
+    return Host(name, tuple(range(slots)))
 
 
 def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]:
@@ -104,9 +93,8 @@ def parse_filter(text: str, *, option: str) -> dict[str, tuple[int, ...] | None]
         name, colon, slots = part.strip().partition(":")
         numbers = slots.split(",") if colon else []
         if not name or not all(number.strip().isdecimal() for number in numbers):
-            raise ValueError(
-                f"{option} {text!r}: {part!r} is not 'host' or 'host:slot,slot'; write for example 'a@b:0,2'"
-            )
+            rule = "is not 'host' or 'host:slot,slot'"
+            raise ValueError(f"{option} {text!r}: {part!r} {rule}; write for example 'a@b:0,2'")
         if name in named:
             raise ValueError(f"{option} {text!r}: names host {name!r} twice; join its slots, as in '{name}:0,1'")
         named[name] = tuple(sorted({int(number) for number in numbers})) if colon else None
@@ -137,16 +125,14 @@ def choose(
         num_nodes: this many of the first hosts; not together with a filter.
         slots_per_host: slots 0 to this of every host; not together with a filter.
     """
-    filters = [f"--{name}" for name, text in (("include", include), ("exclude", exclude)) if text]
-    counts = [
-        f"--{name}" for name, count in (("num_nodes", num_nodes), ("num_gpus", slots_per_host)) if count is not None
-    ]
+    filters = [name for name, text in {"--include": include, "--exclude": exclude}.items() if text]
+    given_counts = {"--num_nodes": num_nodes, "--num_gpus": slots_per_host}
+    counts = [name for name, count in given_counts.items() if count is not None]
     if len(filters) == 2 or (filters and counts):
         raise ValueError(f"{' and '.join(filters + counts)} exclude each other: give one of them")
     if num_nodes is not None and not 1 <= num_nodes <= len(hosts):
-        raise ValueError(
-            f"--num_nodes {num_nodes}: must be from 1 to {len(hosts)}, the number of hosts in the hostfile"
-        )
+        rule = f"must be from 1 to {len(hosts)}, the number of hosts in the hostfile"
+        raise ValueError(f"--num_nodes {num_nodes}: {rule}")
     if slots_per_host is not None:
         if slots_per_host < 1:
             raise ValueError(f"--num_gpus {slots_per_host}: must be at least 1")
@@ -161,16 +147,15 @@ def choose(
             raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}")
         if missing := {*(slots or ())} - {*have[name]}:
             raise ValueError(f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has {[*have[name]]}")
-    picked = {name: {*(have[name] if slots is None else slots)} for name, slots in named.items()}
-    kept = []
-    for host in hosts:
-        chosen = picked.get(host.name, set())
-        slots = tuple(slot for slot in host.slots if (slot in chosen) == bool(include))
-        if slots:
-            kept.append(Host(host.name, slots))
-    if not kept:
+    picked = {(name, slot) for name, slots in named.items() for slot in (have[name] if slots is None else slots)}
+
+    def kept(host: Host) -> Host:
+        return Host(host.name, tuple(slot for slot in host.slots if ((host.name, slot) in picked) == bool(include)))
+
+    left = tuple(host for host in map(kept, hosts) if host.slots)
+    if not left:
         raise ValueError(f"{filters[0]} {text!r}: leaves no slot on any host")
-    return tuple(kept)
+    return left
 
 
 def encode(hosts: Iterable[Host]) -> str:

@@ -41,8 +41,7 @@ class Command:
     words: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
-    line: str | None = None
-    """If there is one, the command ends when its input ends."""
+    line: str | None = None  # if there is one, the command ends when its input ends
 
     def __str__(self) -> str:
         sets = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
@@ -58,11 +57,9 @@ class Job:
     environment: Mapping[str, str]
     """The variables for other hosts: forwarded ones, those of the environment file, and the secret of the job. Their values are
     never part of a command: agents read them from their input, mpirun and srun from their own environment."""
-    folder: str
-    """The working directory of the ranks, which must exist on every host."""
+    folder: str  # the working directory of the ranks, which must exist on every host
     launcher_args: tuple[str, ...] = ()
-    ssh_args: tuple[str, ...] = ()
-    """Options of ssh, also under pdsh and for checks."""
+    ssh_args: tuple[str, ...] = ()  # options of ssh, also under pdsh and for checks
     python: str = sys.executable
 
     @property
@@ -123,29 +120,16 @@ def openmpi(job: Job) -> tuple[Command, ...]:
     _check_ranks_without_agent(job, "openmpi")
     where = ",".join(f"{host.name}:{len(host.slots)}" for host in job.hosts)
     exports = [word for name in job.of_ranks() for word in ("-x", name)]
-    words = [
-        "mpirun",
-        "-n",
-        str(job.num_ranks),
-        "--host",
-        where,
-        "--map-by",
-        "slot",
-        "--bind-to",
-        "none",
-    ]
-    words += ["--wdir", job.folder, *exports, *job.launcher_args, *job.work.program]
-    return (Command(tuple(words), job.of_ranks(), job.names),)
+    words = ["mpirun", "-n", str(job.num_ranks), "--host", where, "--map-by", "slot", "--bind-to", "none"]
+    return _of_ranks(job, *words, "--wdir", job.folder, *exports)
 
 
 def mvapich(job: Job) -> tuple[Command, ...]:
     """mpirun of MVAPICH, and of other relatives of MPICH (Hydra)."""
     _check_ranks_without_agent(job, "mvapich")
     per_host = _equal_slots(job, "mvapich")
-    exports = ("-genvlist", ",".join(job.of_ranks()))
     words = ["mpirun", "-np", str(job.num_ranks), "-ppn", str(per_host), "-hosts", ",".join(job.names)]
-    words += ["-wdir", job.folder, *exports, *job.launcher_args, *job.work.program]
-    return (Command(tuple(words), job.of_ranks(), job.names),)
+    return _of_ranks(job, *words, "-wdir", job.folder, "-genvlist", ",".join(job.of_ranks()))
 
 
 def slurm(job: Job) -> tuple[Command, ...]:
@@ -153,22 +137,17 @@ def slurm(job: Job) -> tuple[Command, ...]:
     _check_ranks_without_agent(job, "slurm")
     per_host = _equal_slots(job, "slurm")
     words = ["srun", f"--nodes={len(job.hosts)}", f"--ntasks={job.num_ranks}", f"--ntasks-per-node={per_host}"]
-    words += [
-        f"--nodelist={','.join(job.names)}",
-        f"--chdir={job.folder}",
-        "--export=ALL",
-        "--kill-on-bad-exit=1",
-        "--label",
-    ]
+    words += [f"--nodelist={','.join(job.names)}", f"--chdir={job.folder}", "--export=ALL", "--kill-on-bad-exit=1"]
+    return _of_ranks(job, *words, "--label")
+
+
+def _of_ranks(job: Job, *words: str) -> tuple[Command, ...]:
+    """One command that starts all ranks itself."""
     return (Command((*words, *job.launcher_args, *job.work.program), job.of_ranks(), job.names),)
 
 
 LAUNCHERS: Mapping[str, Callable[[Job], tuple[Command, ...]]] = {
-    "ssh": ssh,
-    "pdsh": pdsh,
-    "openmpi": openmpi,
-    "mvapich": mvapich,
-    "slurm": slurm,
+    launcher.__name__: launcher for launcher in (ssh, pdsh, openmpi, mvapich, slurm)
 }
 PROGRAMS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun", "mvapich": "mpirun", "slurm": "srun"}
 HAVE_AGENTS = ("ssh", "pdsh")
@@ -181,19 +160,15 @@ def _check_ranks_without_agent(job: Job, launcher: str) -> None:
                 f"--launcher {launcher}: host {host.name!r} is to use slots {[*host.slots]}, and ranks that {launcher} starts "
                 "take the first ones; set CUDA_VISIBLE_DEVICES yourself, or use --launcher ssh"
             )
-    unknown = [
-        option
-        for option, value in {
-            "--max_restarts": job.work.max_restarts,
-            "--nnodes": job.work.min_nodes,
-            "--enable_each_rank_log": job.work.log_dir,
-        }.items()
-        if value
-    ]
-    if unknown:
-        raise ValueError(
-            f"--launcher {launcher}: starts ranks without torchrun, so leave out {', '.join(unknown)}, or use --launcher ssh"
-        )
+    work = job.work
+    of_agents = {
+        "--max_restarts": work.max_restarts,
+        "--nnodes": work.min_nodes,
+        "--enable_each_rank_log": work.log_dir,
+    }
+    if unknown := [option for option, value in of_agents.items() if value]:
+        fix = f"leave out {', '.join(unknown)}, or use --launcher ssh"
+        raise ValueError(f"--launcher {launcher}: starts ranks without torchrun, so {fix}")
 
 
 def _equal_slots(job: Job, launcher: str) -> int:

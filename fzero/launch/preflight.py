@@ -41,14 +41,16 @@ class Answer:
     torch: str
     fzero: str
     num_devices: int
-    clock_error: float
-    """Seconds by which its clock is ahead of ours, less the time of the probe."""
-    missing: Sequence[str] = ()
-    """Files that it lacks."""
+    clock_error: float  # seconds by which its clock is ahead of ours, less the time of the probe
+    missing: Sequence[str] = ()  # files that it lacks
 
     @property
     def versions(self) -> tuple[str, str, str]:
         return self.python, self.torch, self.fzero
+
+    @property
+    def told(self) -> str:
+        return f"python {self.python}, torch {self.torch}, fzero {self.fzero}"
 
 
 def ask(job: Job, name: str) -> Answer | str:
@@ -91,19 +93,14 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
         first_host, first = told[0]
         stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
         if answer.versions != first.versions:
-            stops.append(f"{host.name}: {_versions(answer)}; {first_host.name} has {_versions(first)}")
+            stops.append(f"{host.name}: {answer.told}; {first_host.name} has {first.told}")
         if abs(answer.clock_error) > CLOCKS:
             ahead = "ahead" if answer.clock_error > 0 else "behind"
             warnings.append(f"{host.name}: its clock is {abs(answer.clock_error):.1f} s {ahead}")
         if 0 < answer.num_devices <= max(host.slots):
-            warnings.append(
-                f"{host.name}: slot {max(host.slots)} is to be used, and it has {answer.num_devices} devices"
-            )
+            wanted = f"slot {max(host.slots)} is to be used"
+            warnings.append(f"{host.name}: {wanted}, and it has {answer.num_devices} devices")
     return stops, warnings
-
-
-def _versions(answer: Answer) -> str:
-    return ", ".join(f"{name} {version}" for name, version in zip(("python", "torch", "fzero"), answer.versions))
 
 
 def table(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> Table:

@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-BACKEND = "fzero"
-"""The name under which torchrun finds both."""
+BACKEND = "fzero"  # the name under which torchrun finds both
 SECRET = "FZERO_SECRET"
 """The variable that holds the secret of a job, the same on every host. Never an argument: `ps` shows those."""
 FEWEST = 16  # characters of a secret
@@ -65,28 +64,20 @@ class Secret:
 
 
 class Signed(RendezvousBackend):
-    """A rendezvous backend whose states are signed.
-
-    Args:
-        inner: keeps the states.
-        secret: of the job.
-    """
+    """A rendezvous backend that signs states with the job's secret, and keeps them in another one (`inner`)."""
 
     def __init__(self, inner: RendezvousBackend, secret: Secret) -> None:
         self._inner, self._secret = inner, secret
 
     @property
     def name(self) -> str:
-        """Under which torchrun knows it."""
         return BACKEND
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """The present state and its token."""
         found = self._inner.get_state()
         return None if found is None else (self._checked(found[0]), found[1])
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Writes a state, if the present one has this token; the state, its token and whether it was written."""
         found = self._inner.set_state(self._secret.sign(state) + state, token)
         return None if found is None else (self._checked(found[0]), found[1], found[2])
 
@@ -104,6 +95,8 @@ class Signed(RendezvousBackend):
 class OneHost(RendezvousHandler):
     """The rendezvous of one agent. It opens a new store at each start of the ranks, so that they see no old entries.
 
+    The ranks use this store, which ends with the agent. No other agent waits, closes the rendezvous, or is told of its end.
+
     Args:
         address: where it listens, and nowhere else.
         port: where the first ranks meet; later ones, and all if it is 0, take a free one.
@@ -115,51 +108,39 @@ class OneHost(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """True: ranks use the agent's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Opens the store; the only agent has rank 0 of 1."""
         port, self._port = self._port, 0
         try:
-            family, _, _, _, where = socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)[0]
-            listens = socket.create_server(where[:2], family=family, backlog=1024)
+            family, _, _, _, address = socket.getaddrinfo(self._address, port, type=socket.SOCK_STREAM)[0]
+            listens = socket.create_server(address[:2], family=family, backlog=1024)
         except OSError as error:
             what = f"--master_port {port} of {self._address}"
             raise OSError(f"{what}: {error}; give a port that is free there, and an address of this host") from error
         port = listens.getsockname()[1]
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            self._address,
-            port,
-            None,
-            True,
-            timedelta(seconds=SECONDS),
-            wait_for_workers=False,
-            master_listen_fd=listens.detach(),
-        )
+        where = self._address, port, None, True, timedelta(seconds=SECONDS)
+        fd = listens.detach()
+        store = dist.TCPStore(*where, wait_for_workers=False, master_listen_fd=fd)  # type: ignore[attr-defined]
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(self._address, port))
 
     def get_backend(self) -> str:
-        """Under which torchrun knows it."""
         return BACKEND
 
     def get_run_id(self) -> str:
-        """The job's name."""
         return self._run_id
 
     def is_closed(self) -> bool:
-        """False: no other agent could close it."""
         return False
 
     def set_closed(self) -> None:
-        """Does nothing: there is no other agent to notify."""
+        pass
 
     def num_nodes_waiting(self) -> int:
-        """0: there are no other hosts."""
         return 0
 
     def shutdown(self) -> bool:
-        """The store ends with the agent."""
         return True
 
 

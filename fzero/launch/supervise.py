@@ -35,16 +35,15 @@ class Supervised:
     def __init__(self, commands: Sequence[Command]) -> None:
         self.failures: list[Failure] = []
         self.commands = commands
-        # pdsh, mpirun and srun hold the leash of their commands, and would not notice that this process was killed.
-        self.ends_with_us = ends_with_us()
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
 
     def start(self) -> None:
         for command in self.commands:
-            ends_with_us = () if command.line is not None else self.ends_with_us
+            # pdsh, mpirun and srun hold the leash of their commands, and would not notice that this process was killed.
+            prefix = () if command.line is not None else ends_with_us()
             process = subprocess.Popen(
-                (*ends_with_us, *command.words),
+                (*prefix, *command.words),
                 env=os.environ | {**command.environment},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -77,7 +76,7 @@ class Supervised:
 
     def wait(self, num_needed: int, until: Callable[[], bool]) -> None:
         """Returns when all commands have ended, or so many have failed that fewer than `num_needed` are left, or at `until`."""
-        while any(process.poll() is None for process in self.processes) and not until():
+        while self._runs() and not until():
             # An agent tells a failure before it ends; pdsh, which has many, ends after the last of them.
             num_failed = max(len(self.failures), sum(bool(process.poll()) for process in self.processes))
             if num_failed > self.num_hosts - num_needed:
@@ -107,8 +106,11 @@ class Supervised:
 
     def _until_ended(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
-        while any(process.poll() is None for process in self.processes) and time.monotonic() < deadline:
+        while self._runs() and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    def _runs(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
 
 
 def _signal(process: subprocess.Popen[str], number: signal.Signals) -> None:

@@ -10,11 +10,11 @@ its graph. Both give the same rows, with the exceptions that `CommTrace` lists.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
@@ -89,16 +89,14 @@ class CommTrace:
     def of(cls, sent: Iterable[CommRecord], plan: Plan, title: str) -> CommTrace:
         """The trace of these records, without those that send nothing."""
         units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
+
+        def row(number: int, record: CommRecord) -> CommRow:
+            label, size = record.label, (record.num_elements, record.nbytes)
+            where = record.collective, record.axis, units.get(label.buffer, "")
+            return CommRow(number, *where, label.buffer, label.purpose, label.phase, *size, record.is_joined)
+
         nonempty = [record for record in sent if record.num_elements]
-        rows = tuple(
-            CommRow(
-                number, record.collective, record.axis, units.get(label.buffer, ""), label.buffer, label.purpose,
-                label.phase, record.num_elements, record.nbytes, record.is_joined,
-            )
-            for number, record in enumerate(nonempty)
-            for label in [record.label]
-        )  # fmt: skip
-        return cls(rows, title)
+        return cls(tuple(map(row, range(len(nonempty)), nonempty)), title)
 
     @property
     def nbytes(self) -> int:
@@ -112,44 +110,87 @@ class CommTrace:
 
     def by_unit(self) -> dict[str, int]:
         """Bytes by unit; "" for buffers of no unit."""
-        return self._by(lambda row: row.unit)
+        return self._by("unit")
 
     def by_axis(self) -> dict[str, int]:
         """Bytes by axis."""
-        return self._by(lambda row: row.axis)
+        return self._by("axis")
 
     def by_collective(self) -> dict[str, int]:
         """Bytes by collective."""
-        return self._by(lambda row: row.collective)
+        return self._by("collective")
 
     def by_purpose(self) -> dict[str, int]:
         """Bytes by purpose."""
-        return self._by(lambda row: row.purpose)
+        return self._by("purpose")
 
-    def _by(self, key: Callable[[CommRow], str]) -> dict[str, int]:
+    def _by(self, field: Literal["unit", "axis", "collective", "purpose"]) -> dict[str, int]:
         nbytes: Counter[str] = Counter()
         for row in self.rows:
-            nbytes[key(row)] += row.nbytes
+            nbytes[getattr(row, field)] += row.nbytes
         return dict(nbytes)
 
     def __rich__(self) -> Group:
-        return _report(self)
+        table = Table("", "when", "what for", "unit", "collective", "axis", title=self.title, title_justify="left")
+        for column in ("elements", "bytes"):
+            table.add_column(column, justify="right")
+        for row in self.rows:
+            name = f"{row.collective} (joined)" if row.is_joined else row.collective
+            what = str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis
+            table.add_row(*what, f"{row.num_elements:,}", f"{row.nbytes:,}")
+        table.add_section()
+        for axis, nbytes in self.by_axis().items():
+            num_elements = sum(row.num_elements for row in self.rows if row.axis == axis)
+            table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
+        return Group(table)
 
     def __str__(self) -> str:
         return as_text(self)
 
     def draw(self) -> Figure:
         """A picture: one lane per axis, one bar per row, in order; its height is its bytes. Needs matplotlib."""
-        figure: Figure = _draw(self)
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+
+        lanes = list(self.by_axis()) or ["data"]
+        most = max((row.nbytes for row in self.rows), default=1)
+        scales = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
+        one, unit = next((one, name) for one, name in scales if most >= one)
+        figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
+        panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
+        phases = list(_phases(self.rows))
+        for panel, axis in zip(panels, lanes):
+            for phase, start, stop in phases:
+                panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
+            rows = [row for row in self.rows if row.axis == axis]
+            colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
+            panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
+            for row in rows:  # their units, where they fit
+                if row.unit and len(row.unit) < 12 and len(self.rows) < 60 and row.nbytes > 0.4 * most:
+                    text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
+                    panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
+            panel.set(xlim=(-0.5, max(len(self.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
+            panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
+            panel.set_ylabel(axis, fontsize=8)
+            panel.spines[["top", "right"]].set_visible(False)
+        above = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
+        for phase, start, stop in phases:
+            if stop - start > 0.05 * len(self.rows):
+                panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **above)
+        panels[0].set_title(self.title, loc="left", fontsize=10, fontweight="bold")
+        panels[-1].set_xticks([])
+        panels[-1].set_xlabel(f"the {len(self.rows)} collectives, in order", fontsize=8)
+        used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in self.rows)
+        patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
+        figure.legend(
+            handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8
+        )
         return figure
 
     def save(self, path: str | Path) -> None:
         """Writes the picture, in the format of the file's extension; creates the folder."""
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self.draw().savefig(path, dpi=120)
-
-
-# --- tracing and planning ----------------------------------------------------------------------------------------
 
 
 def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch: Any) -> CommTrace:
@@ -173,9 +214,8 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
         StoreError, MemoryError: there is no room for the copy of a state in files; the given state is unchanged.
     """
     if not isinstance(step, TrainStep | LockstepRanks):
-        raise ValueError(
-            f"trace_comm: step must be of make_train_step or of simulate, got {type(step).__name__}; pass the result of one"
-        )
+        rule = "must be of make_train_step or of simulate"
+        raise ValueError(f"trace_comm: step {rule}, got {type(step).__name__}; pass the result of one")
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
         return plan_comm(step.one_step, step.batches_of(batch)[0])
@@ -217,30 +257,6 @@ def _title(plan: Plan) -> str:
     return f"what a rank sends in a step: ZeRO stage {plan.stage} on {describe(plan.mesh)}"
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
-def _report(comm: CommTrace) -> Group:
-    table = Table(title=comm.title, title_justify="left")
-    for column in ("", "when", "what for", "unit", "collective", "axis"):
-        table.add_column(column)
-    for column in ("elements", "bytes"):
-        table.add_column(column, justify="right")
-    for row in comm.rows:
-        name = f"{row.collective} (joined)" if row.is_joined else row.collective
-        table.add_row(
-            str(row.number), row.phase, PURPOSES[row.purpose], row.unit, name, row.axis, f"{row.num_elements:,}",
-            f"{row.nbytes:,}",
-        )  # fmt: skip
-    table.add_section()
-    for axis, nbytes in comm.by_axis().items():
-        num_elements = sum(row.num_elements for row in comm.rows if row.axis == axis)
-        table.add_row("", "", "all of it", "", "", axis, f"{num_elements:,}", f"{nbytes:,}")
-    return Group(table)
-
-
-# --- the picture -------------------------------------------------------------------------------------------------
-
 _COLORS: dict[str, str] = {
     "gather": "tab:blue",
     "reduce": "tab:orange",
@@ -252,57 +268,8 @@ _NUMBERS = "0.45"  # the color of collectives of a few numbers
 _PHASES = {"forward": "#f3f6fa", "boundary": "#ffffff", "backward": "#fbf3ea", "update": "#eef6ee"}
 
 
-def _draw(comm: CommTrace) -> Any:
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
-
-    lanes = list(comm.by_axis()) or ["data"]
-    most = max((row.nbytes for row in comm.rows), default=1)
-    one, unit = _scale(most)
-    figure = Figure(figsize=(11, 1.1 + 1.3 * len(lanes)), layout="constrained")
-    panels = figure.subplots(len(lanes), 1, sharex=True, squeeze=False)[:, 0]
-    phases = list(_phases(comm.rows))
-    for panel, axis in zip(panels, lanes):
-        for phase, start, stop in phases:
-            panel.axvspan(start - 0.5, stop - 0.5, color=_PHASES.get(phase, "white"), zorder=0)
-        _draw_lane(panel, [row for row in comm.rows if row.axis == axis], most, len(comm.rows))
-        panel.set(xlim=(-0.5, max(len(comm.rows), 1) - 0.5), ylim=(0, 1.2 * most / one))
-        panel.set_yticks([0, most / one], ["0", f"{most / one:.3g} {unit}"], fontsize=8)
-        panel.set_ylabel(axis, fontsize=8)
-        panel.spines[["top", "right"]].set_visible(False)
-    text = {"ha": "center", "va": "top", "fontsize": 8, "color": "0.4"}
-    for phase, start, stop in phases:
-        if stop - start > 0.05 * len(comm.rows):
-            panels[0].text((start + stop - 1) / 2, 1.19 * most / one, phase, **text)
-    panels[0].set_title(comm.title, loc="left", fontsize=10, fontweight="bold")
-    panels[-1].set_xticks([])
-    panels[-1].set_xlabel(f"the {len(comm.rows)} collectives, in order", fontsize=8)
-    used = dict.fromkeys(row.purpose if row.purpose in _COLORS else "numbers" for row in comm.rows)
-    patches = [Patch(color=_COLORS.get(name, _NUMBERS), label=name) for name in used]
-    figure.legend(handles=patches, loc="outside lower center", ncols=max(len(patches), 1), frameon=False, fontsize=8)
-    return figure
-
-
-def _scale(most: int) -> tuple[float, str]:
-    """The bytes per unit, and the unit's name, for numbers up to `most`."""
-    return next((one, name) for one, name in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if most >= one)
-
-
-def _draw_lane(panel: Any, rows: Sequence[CommRow], most: int, num_rows: int) -> None:
-    """The bars of one axis, with their units where they fit."""
-    one, _ = _scale(most)
-    colors = [_COLORS.get(row.purpose, _NUMBERS) for row in rows]
-    panel.bar([row.number for row in rows], [row.nbytes / one for row in rows], width=0.86, color=colors)
-    for row in rows:
-        if row.unit and len(row.unit) < 12 and num_rows < 60 and row.nbytes > 0.4 * most:
-            text = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 7, "color": "white"}
-            panel.text(row.number, row.nbytes / one / 2, row.unit, **text)
-
-
 def _phases(rows: Sequence[CommRow]) -> Iterator[tuple[str, int, int]]:
     """Runs of rows of the same phase: (phase, start, stop)."""
-    start = 0
-    for index, row in enumerate(rows):
-        if index + 1 == len(rows) or rows[index + 1].phase != row.phase:
-            yield row.phase, start, index + 1
-            start = index + 1
+    for phase, run in groupby(rows, key=lambda row: row.phase):
+        numbers = [row.number for row in run]
+        yield phase, numbers[0], numbers[-1] + 1

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -30,17 +31,8 @@ from fzero.plans.machine_model import MachineModel
 from fzero.profiling.profiler import matrix_rate
 
 PACKAGES = (
-    "fzero",
-    "torch",
-    "numpy",
-    "optree",
-    "einops",
-    "pydantic",
-    "rich",
-    "safetensors",
-    "transformers",
-    "deepspeed",
-)
+    "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
+)  # fmt: skip
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
 SECONDS = 0.3  # per rate
@@ -128,9 +120,12 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int
     """
     write, read = disk_rates(Path(path))
     if num_ranks > 1:
-        return replace(rates_of_ranks(num_ranks), disk_write=write, disk_read=read)
-    here = _rates_here(_device(1))
-    rate, latency = (gather_rate() if gather else None) or (None, None)
+        rates = mean_rates([MeasuredRates(**rates) for rates in _run_ranks("rates_of_rank", num_ranks)])
+        return replace(rates, disk_write=write, disk_read=read)
+    here, rate, latency = _rates_here(_device(1)), None, None
+    if gather:
+        with suppress(RuntimeError):  # the ranks could not be started
+            (rate, latency), _ = _run_ranks("gather_rate", 2)
     return replace(here, gather=rate, latency=latency, disk_write=write, disk_read=read)
 
 
@@ -184,27 +179,9 @@ def disk_rates(folder: Path) -> tuple[float, float]:
         return DISK_NBYTES / written, DISK_NBYTES / (time.perf_counter() - began)
 
 
-def gather_rate() -> tuple[float, float] | None:
-    """(bytes per second that each of two ranks receives, seconds for one element); None if the ranks fail."""
-    try:
-        (rate, latency), *_ = _run_ranks("gathering", 2)
-    except RuntimeError:
-        return None
-    return float(rate), float(latency)
-
-
-def rates_of_ranks(num_ranks: int) -> MeasuredRates:
-    """The mean rates of one of several processes that measure at the same time.
-
-    Raises:
-        RuntimeError: the processes could not be started.
-    """
-    return mean_rates([MeasuredRates(**rates) for rates in _run_ranks("measuring", num_ranks)])
-
-
 def rates_of_rank(axis: ProcessAxis, device: torch.device) -> MeasuredRates:
     """The rates of this rank while the others measure, too, without the disk; takes two seconds. *Collective.*"""
-    rate, latency = _gather_rate(axis, device)
+    rate, latency = gather_rate(axis, device)
     busy = int(os.environ.get("LOCAL_WORLD_SIZE", axis.size)) * torch.get_num_threads()
     overlap = device.type == "cuda" or busy < len(os.sched_getaffinity(0))
     return replace(_rates_here(device), gather=rate or None, latency=latency, overlap=overlap)
@@ -221,42 +198,32 @@ def mean_rates(of_ranks: Sequence[MeasuredRates]) -> MeasuredRates:
     return MeasuredRates(**means, overlap=all(rates.overlap for rates in of_ranks))
 
 
-def _run_ranks(function: str, num_ranks: int) -> list[Any]:
-    """Starts ranks that call `function` of this module with a folder; returns the JSON that each writes there."""
+def _run_ranks(measure: str, num_ranks: int) -> list[Any]:
+    """Starts ranks that call this function of the module at the same time; returns what each measured, as JSON types."""
     with tempfile.TemporaryDirectory(prefix="fzero-env-") as folder:
-        code = f"from fzero.profiling import machine; machine.{function}({folder!r})"
+        code = f"from fzero.profiling import machine; machine.on_rank({folder!r}, machine.{measure})"
         command = [sys.executable, "-m", "fzero", "run", "--num_procs", str(num_ranks), "--no_python", sys.executable]
         try:
             subprocess.run([*command, "-c", code], check=True, capture_output=True, timeout=120)
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-            raise RuntimeError(
-                f"num_ranks: {num_ranks} processes of this machine must be able to join each other, got {error}"
-            ) from error
+            rule = "processes of this machine must be able to join each other"
+            raise RuntimeError(f"num_ranks: {num_ranks} {rule}, got {error}") from error
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
 
 
-def gathering(folder: str) -> None:
-    """The program of each of two ranks: measures the gather. *Collective.*"""
-    device = _device(2)
-    axis = join(device)
-    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(_gather_rate(axis, device)))
-    shutdown()
-
-
-def measuring(folder: str) -> None:
-    """The program of each of several ranks: all measure the same rate at the same time. *Collective.*"""
+def on_rank(folder: str, measure: Callable[[ProcessAxis, torch.device], Any]) -> None:
+    """The program of each rank: writes what it measures while the others do. *Collective.*"""
     device = _device(int(os.environ["LOCAL_WORLD_SIZE"]))
     axis = join(device)
-    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(asdict(rates_of_rank(axis, device))))
+    (Path(folder) / f"{axis.rank}.json").write_text(json.dumps(measure(axis, device), default=asdict))
     shutdown()
 
 
-def _gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
+def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
     """(bytes per second that this rank receives, seconds for one element). *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
-        shard = torch.ones(numel, device=device)
-        times = []
+        shard, times = torch.ones(numel, device=device), []
         for _ in range(12):
             collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
             began = time.perf_counter()
@@ -299,10 +266,8 @@ def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineRepo
     """The report of `fzero env`; see `measure_rates`."""
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             versions[name] = version(name)
-        except PackageNotFoundError:
-            continue
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     system = {
@@ -310,7 +275,7 @@ def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineRepo
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "memory": f"{memory / 2**30:.1f} GiB",
         "disk": f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free in {Path(path).resolve()}",
-        "CUDA": f"{torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA",
+        "CUDA": torch.version.cuda or "torch is built without CUDA",
     }
     return MachineReport(
         versions=versions,

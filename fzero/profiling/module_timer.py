@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -25,6 +27,7 @@ from fzero.common.flops import Counting
 from fzero.profiling.reports import ModuleProfile
 
 Part = Literal["forward", "backward", "again"]
+PARTS: tuple[Part, ...] = ("forward", "backward", "again")
 _next_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 """The number of the node that autograd creates next, on this thread."""
 
@@ -35,17 +38,16 @@ class _Span(NamedTuple):
     start: int
     stop: list[int]
     name: str
-    around: int
-    """The index of the enclosing call; -1 for none."""
+    around: int  # the index of the enclosing call; -1 for none
 
 
+@dataclass(slots=True, eq=False)
 class _Backward:
     """The backward of one call: the times of its begin and end, in seconds."""
 
-    __slots__ = ("begin", "end", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name, self.begin, self.end = name, float("inf"), 0.0
+    name: str
+    begin: float = math.inf
+    end: float = 0.0
 
 
 class ModuleTimer:
@@ -66,11 +68,8 @@ class ModuleTimer:
         self._part: Part = "forward"
         self._calls: list[_Backward] = []
         self._open: list[_Backward] = []  # those that end when another module's backward begins
-        self.seconds: dict[str, defaultdict[str, float]] = {
-            "forward": defaultdict(float),
-            "backward": defaultdict(float),
-        }
-        self.flops: dict[Part, Counter[str]] = {"forward": Counter(), "backward": Counter(), "again": Counter()}
+        self.seconds: dict[Part, defaultdict[str, float]] = {part: defaultdict(float) for part in PARTS[:2]}
+        self.flops: dict[Part, Counter[str]] = {part: Counter() for part in PARTS}
 
     @contextmanager
     def forward(self) -> Iterator[None]:
@@ -93,7 +92,7 @@ class ModuleTimer:
         for call in self._calls:
             if call.begin < call.end:
                 self.seconds["backward"][call.name] += call.end - call.begin
-            call.begin, call.end = float("inf"), 0.0  # another backward may run through the same call
+            call.begin, call.end = math.inf, 0.0  # another backward may run through the same call
 
     def profiles(self) -> tuple[ModuleProfile, ...]:
         """The profile of every module that was called, parents before children. Removes the hooks."""
@@ -109,7 +108,7 @@ class ModuleTimer:
         self._part, hooks = part, []
         for name, module in self._model.named_modules():
             if name:  # the model itself is timed by `forward`, whoever calls it
-                hooks.append(module.register_forward_pre_hook(self._before(name)))
+                hooks.append(module.register_forward_pre_hook(lambda module, args, name=name: self._enter(name)))
                 after = self._after(name)  # always: torch's checkpoint raises to stop a recomputation early
                 hooks.append(module.register_forward_hook(after, with_kwargs=True, always_call=True))
         try:
@@ -120,14 +119,10 @@ class ModuleTimer:
             for hook in hooks:
                 hook.remove()
 
-    def _before(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self._enter(name)
-
     def _after(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self._leave(name)
-            outs = [x for x in _tensors(out) if x.requires_grad]
-            if outs:
+            if outs := [x for x in _tensors(out) if x.requires_grad]:
                 call = _Backward(name)
                 self._calls.append(call)
                 self._watch(call, outs, [x for x in _tensors((args, kwargs)) if x.requires_grad])
@@ -154,7 +149,7 @@ class ModuleTimer:
         def begin(grad: Any) -> None:
             now = self._now()
             self._close([other for other in self._open if not call.name.startswith(f"{other.name}.")], now)
-            if call.begin == float("inf"):
+            if call.begin == math.inf:
                 call.begin = now
                 if not ins:
                     self._open.append(call)
@@ -180,9 +175,7 @@ class ModuleTimer:
     def _names_of_call(self) -> set[str]:
         names = {"", *(name for name, _, _ in self._stack)}
         if self._part == "backward":  # the parents of a recomputed module are not called again
-            names |= {
-                ".".join(parts[:n]) for name in names for parts in [name.split(".")] for n in range(1, len(parts))
-            }
+            names |= {".".join(name.split(".")[:n]) for name in names for n in range(1, 1 + name.count("."))}
         return names
 
     def _names_of_node(self) -> set[str]:
@@ -204,11 +197,12 @@ class ModuleTimer:
                 continue  # a ModuleList, or an unused module
             while around and around[-1] and not name.startswith(f"{around[-1]}."):
                 around.pop()
+            flops = {f"{part}_flops": of_module[name] for part, of_module in self.flops.items()}
+            forward, backward = (of_module[name] for of_module in self.seconds.values())
+            num_params = sum(param.numel() for param in module.parameters())
             yield ModuleProfile(
-                name, type(module).__name__, len(around), sum(param.numel() for param in module.parameters()),
-                self.flops["forward"][name], self.flops["backward"][name],
-                self.seconds["forward"][name], self.seconds["backward"].get(name, 0.0), self.flops["again"][name],
-            )  # fmt: skip
+                name, type(module).__name__, len(around), num_params, forward=forward, backward=backward, **flops
+            )
             around.append(name)
 
 

@@ -1,9 +1,5 @@
 """`profile`: the time and FLOPs of each module in forward and backward, and the time of an update.
 
-    found = fzero.profiling.profile(model, batch)
-    print(found)                      # a tree
-    print(found.report(module_depth=1))
-
 1. One forward and backward counts floating point operations by module, with torch's formulas. It is the warm-up, too.
 2. A few more are timed without counting (`fzero.profiling.module_timer`). On CUDA the host waits at each module, so that
    nothing overlaps: the modules' times add up to more than an undisturbed step takes, which is timed separately.
@@ -15,7 +11,7 @@ The model's gradients and buffers, and the random state, are as before.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -64,23 +60,29 @@ def profile(
         )
     device = params[0].device
 
-    def run(clock: _Clock, watch: ModuleTimer | None) -> None:
+    def run(watch: ModuleTimer | None = None) -> _Clock:
+        clock = _Clock(device)
         with nullcontext() if watch is None else watch.forward():
             loss, _ = loss_of(model, loss_fn, batch, reduces_by_sum=False)
         clock.mark("forward")
         with nullcontext() if watch is None else watch.backward():
             torch.autograd.grad(loss, params, allow_unused=True)
         clock.mark("backward")
+        return clock
+
+    def watched(*, counts: bool) -> ModuleTimer:
+        watch = ModuleTimer(model, _Clock(device).now, counts=counts)
+        run(watch)
+        return watch
 
     with _restored(model, device):
-        counted = _watched(run, device, model, counts=True)
-        plain = min((_plain(run, device) for _ in range(num_runs)), key=lambda clock: clock.total)
-        runs = [_watched(run, device, model, counts=False) for _ in range(num_runs)]
+        counted = watched(counts=True)
+        plain = min((run() for _ in range(num_runs)), key=lambda clock: clock.total)
+        runs = [watched(counts=False) for _ in range(num_runs)]
     modules = tuple(map(fastest, counted.profiles(), *(watch.profiles() for watch in runs)))
     update = _time_update(model, {} if cfg is None else cfg, device, num_runs)
-    return Profile(
-        modules, plain.seconds["forward"], plain.seconds["backward"], update, matrix_rate(device, params[0].dtype)
-    )
+    ceiling = matrix_rate(device, params[0].dtype)
+    return Profile(modules, plain.seconds["forward"], plain.seconds["backward"], update, ceiling)
 
 
 def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, width: int = 1024) -> float:
@@ -95,9 +97,6 @@ def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.f
         clock.mark("product")
         seconds.append(clock.total)
     return 2 * width**3 / min(seconds)
-
-
-# --- timing ------------------------------------------------------------------------------------------------------
 
 
 class _Clock:
@@ -120,23 +119,6 @@ class _Clock:
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
-
-
-Run = Callable[[_Clock, ModuleTimer | None], None]
-
-
-def _watched(run: Run, device: torch.device, model: nn.Module, *, counts: bool) -> ModuleTimer:
-    """One run in which each module is timed, or its operations are counted."""
-    clock = _Clock(device)
-    watch = ModuleTimer(model, clock.now, counts=counts)
-    run(clock, watch)
-    return watch
-
-
-def _plain(run: Run, device: torch.device) -> _Clock:
-    clock = _Clock(device)
-    run(clock, None)
-    return clock
 
 
 @contextmanager

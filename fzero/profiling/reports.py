@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Group
 from rich.table import Table
 
 from fzero.common.text_tables import as_text, print_report
+
+if TYPE_CHECKING:
+    from fzero.comms.records import CommRecord
+    from fzero.profiling.comm_trace import CommRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +123,13 @@ class Profile:
             top_modules: how many of the largest modules are named per depth.
             detailed: whether to show the tree.
         """
-        return _report(self, module_depth=module_depth, top_modules=top_modules, detailed=detailed)
+        deepest = max(module.depth for module in self.modules) if module_depth < 0 else module_depth
+        tree = ("", _tree(self, deepest)) if detailed else ()
+        return Group(_totals(self), "", _largest(self, deepest, top_modules), *tree)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
-        rows = []
-        for m in self.modules:
-            row = {name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")}
-            rows.append(row)
+        rows = [{name: getattr(m, name) for name in (*m.__slots__, "macs", "rate")} for m in self.modules]
         totals = {name: getattr(self, name) for name in ("forward", "backward", "update", "ceiling", "utilisation")}
         return totals | {"waited": dict(self.waited), "modules": rows}
 
@@ -136,18 +138,6 @@ class Profile:
 
     def __str__(self) -> str:
         return as_text(self)
-
-
-# --- a profile as tables -----------------------------------------------------------------------------------------
-
-
-def _report(profile: Profile, *, module_depth: int, top_modules: int, detailed: bool) -> Group:
-    """The totals, the largest modules of each depth, and the tree; see `Profile.report`."""
-    deepest = max(module.depth for module in profile.modules) if module_depth < 0 else module_depth
-    parts: list[Table | str] = [_totals(profile), "", _largest(profile, deepest, top_modules)]
-    if detailed:
-        parts += ["", _tree(profile, deepest)]
-    return Group(*parts)
 
 
 def _totals(profile: Profile) -> Table:
@@ -180,31 +170,23 @@ def _largest(profile: Profile, deepest: int, count: int) -> Table:
     table = Table(title="the largest of each depth", title_justify="left", box=None)
     for name in ("depth", "by parameters", "by MACs", "by forward time", "by backward time"):
         table.add_column(name)
+    quantities = {"num_params": short, "macs": short, "forward": milliseconds, "backward": milliseconds}
     for depth in range(1, deepest + 1):
         modules = [module for module in profile.modules if module.depth == depth]
         cells = []
-        for name, show in (
-            ("num_params", short),
-            ("macs", short),
-            ("forward", milliseconds),
-            ("backward", milliseconds),
-        ):
-            by_class: defaultdict[str, float] = defaultdict(float)
+        for name, show in quantities.items():
+            by_class: Counter[str] = Counter()
             for module in modules:
                 by_class[module.kind] += getattr(module, name)
-            largest = sorted(by_class.items(), key=lambda item: -item[1])[:count]
-            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in largest))
+            cells.append(", ".join(f"{kind} {show(value)}" for kind, value in by_class.most_common(count)))
         if modules:
             table.add_row(str(depth), *cells)
     return table
 
 
 def _tree(profile: Profile, deepest: int) -> Table:
-    table = Table(title="module by module", title_justify="left", box=None)
-    table.add_column("module", no_wrap=True)
-    columns = ("parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("module", "parameters", "MACs", "FLOPs fwd", "FLOPs bwd", "fwd", "bwd", "of fwd", "FLOP/s")
+    table = _table("module by module", *columns)
     total, around = profile.model.forward, [""]
     for module in profile.modules:
         around[module.depth + 1 :] = []
@@ -229,10 +211,9 @@ def short(number: float) -> str:
     >>> short(0), short(1234567), short(6.7e9), short(2e12)
     ('0', '1.23 M', '6.7 G', '2 T')
     """
-    for scale, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K")):
-        if number >= scale:
-            return f"{number / scale:.3g} {letter}"
-    return f"{number:.3g}"
+    scales = {1e15: " P", 1e12: " T", 1e9: " G", 1e6: " M", 1e3: " K"}
+    scale = next((scale for scale in scales if number >= scale), 1)
+    return f"{number / scale:.3g}{scales.get(scale, '')}"
 
 
 def milliseconds(seconds: float) -> str:
@@ -259,19 +240,20 @@ def wall_clock_table(seconds: Mapping[str, float], *, step: int | None = None) -
       backward  300   75%
       all       400   100%
     """
-    title = "wall clock" if step is None else f"wall clock of step {step}"
-    table = Table(title=title, title_justify="left", box=None)
-    _add_columns(table, ("part", "ms", "share"))
+    table = _table("wall clock" if step is None else f"wall clock of step {step}", "part", "ms", "share")
     total = sum(seconds.values())
     for name, value in {**seconds, "all": total}.items():
         table.add_row(name, f"{value * 1e3:.4g}", f"{value / total:.0%}" if total else "")
     return table
 
 
-def _add_columns(table: Table, names: Sequence[str]) -> None:
-    """A column of words, then columns of numbers."""
-    for index, name in enumerate(names):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+def _table(title: str, words: str, *numbers: str) -> Table:
+    """A table with a column of words, then columns of numbers."""
+    table = Table(title=title, title_justify="left", box=None)
+    table.add_column(words, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 class MemoryRow(NamedTuple):
@@ -285,8 +267,7 @@ class MemoryRow(NamedTuple):
 
 def memory_table(rows: Iterable[MemoryRow], *, step: int) -> Table:
     """`memory_breakdown`: the memory of a rank after each part of a step."""
-    table = Table(title=f"memory of step {step}, GB", title_justify="left", box=None)
-    _add_columns(table, ("after", "on the device", "the most", "host"))
+    table = _table(f"memory of step {step}, GB", "after", "on the device", "the most", "host")
     for row in rows:
         table.add_row(row.part, *("" if n is None else f"{n / 1e9:.3f}" for n in (row.device, row.most, row.host)))
     return table
@@ -302,8 +283,7 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
       gather     100    100   300
       norm         0      0    50
     """
-    table = Table(title="waited for, ms", title_justify="left", box=None)
-    _add_columns(table, ("what", "rank 0", "least", "most") if len(waited) > 1 else ("what", ""))
+    table = _table("waited for, ms", "what", *(("rank 0", "least", "most") if len(waited) > 1 else ("",)))
     for name in dict.fromkeys(name for of_rank in waited for name in of_rank):
         times = [1e3 * of_rank.get(name, 0.0) for of_rank in waited]
         shown = (times[0], min(times), max(times)) if len(times) > 1 else (times[0],)
@@ -311,20 +291,9 @@ def waits_table(waited: Sequence[Mapping[str, float]]) -> Table:
     return table
 
 
-class SentRow(Protocol):
-    """The common fields of `fzero.comms.CommRecord` and `fzero.profiling.CommRow`."""
-
-    @property
-    def collective(self) -> str: ...
-
-    @property
-    def axis(self) -> str: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-
-def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()) -> Table:
+def comms_table(
+    sent: Iterable[CommRecord | CommRow] | Mapping[tuple[str, str, int], int], *, only: Iterable[str] = ()
+) -> Table:
     """`comms_logger`: the bytes that a rank sent, by collective, axis and message size.
 
     Args:
@@ -341,7 +310,6 @@ def comms_table(sent: Iterable[SentRow] | Mapping[tuple[str, str, int], int], *,
         table.add_column(name, justify="right")
     for (collective, axis, nbytes), calls in sorted(counts.items()):
         table.add_row(collective, axis, f"{nbytes:,}", f"{calls:,}", f"{calls * nbytes:,}")
-    table.add_row(
-        "all", "", "", f"{sum(counts.values()):,}", f"{math.fsum(n * c for (*_, n), c in counts.items()):,.0f}"
-    )
+    nbytes = sum(nbytes * calls for (*_, nbytes), calls in counts.items())
+    table.add_row("all", "", "", f"{sum(counts.values()):,}", f"{nbytes:,}")
     return table

@@ -33,7 +33,7 @@ from fzero.testing.laws import try_law
 from fzero.testing.order_laws import ORDER_LAWS
 from fzero.testing.reference_trainer import Job
 from fzero.testing.training_machine import TrainingMachine
-from fzero.testing.transform_laws import capture_laws, rate_law, transform_laws
+from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS
 
 __all__ = ["Job", "TrainingMachine", "check_collective", "check_order", "check_transform"]
 
@@ -87,10 +87,11 @@ def check_transform(
         raise ValueError(f"compile: must be None or 'step' or 'block', got {compile!r}; pass one of these")
     check_whole("num_updates", num_updates, 1)
     make: Callable[[], Transform] = (lambda: transform) if isinstance(transform, Transform) else lambda: transform(lr)
-    for law in (*transform_laws(num_updates), *(capture_laws(num_updates) if compile == "step" else ())):
-        try_law(law, make, name, max_examples)
+    for law in (*TRANSFORM_LAWS, *(CAPTURE_LAWS if compile == "step" else ())):
+        try_law(law, make, name, max_examples, num_updates)
     if compile == "step" and not isinstance(transform, Transform):
-        try_law(rate_law(num_updates), transform, name, max_examples)
+        for of_rate in RATE_LAWS:
+            try_law(of_rate, transform, name, max_examples, num_updates)
 
 
 def check_order(order: OrderFunction, *, name: str = "order", max_examples: int = 100) -> None:

@@ -1,5 +1,4 @@
-"""The laws that a comm hook (`fzero.comms.comm_hooks`) must keep, so that its gather and reduce-scatter can replace the exact
-ones.
+"""The laws of a comm hook (`fzero.comms.comm_hooks`), so that its gather and reduce-scatter can replace the exact ones.
 
 Both run on all ranks of a job in lockstep (`fzero.comms.lockstep`), several rounds in sequence, each with the state of the
 previous round. From the laws of each it follows that the two are adjoint, up to the declared error.
@@ -8,7 +7,7 @@ Shape letters: W ranks, S elements of a shard, P = W·S.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,11 +23,10 @@ from fzero.comms.lockstep import Hub, StuckError
 from fzero.comms.pending import Pending
 from fzero.comms.records import CommRecord
 from fzero.optim.transforms import leaf_names, same_bits
-from fzero.testing.laws import Law
+from fzero.testing.laws import Laws
 from sharding.views import torch_dtype
 
-GUARD = 4
-"""Elements of other tensors before and after the argument of a collective, in the same memory."""
+GUARD = 4  # elements of other tensors before and after the argument of a collective, in the same memory
 LARGE = 512
 """From this number of elements in a shard on, a hook must not send more than the exact collectives: overhead such as a code
 book, a scale or a header is small then."""
@@ -36,11 +34,7 @@ book, a scale or a header is small then."""
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round.
-
-    >>> Rounds(world_size=2, shard_numel=1, dtype="float32", num_rounds=1, seed=0).shards[0].shape
-    torch.Size([2, 1])
-    """
+    """Rounds of a gather and a reduce-scatter of random whole numbers, which are distinct within a round."""
 
     world_size: int
     shard_numel: int
@@ -122,19 +116,25 @@ class _Round(NamedTuple):
     gather_state: Any
     sum: Any
     reduce_state: Any
-    is_unchanged: tuple[bool, bool]
-    """Whether the arguments of gather and of reduce_scatter are unchanged."""
+    is_unchanged: tuple[bool, bool]  # whether the arguments of gather and of reduce_scatter are unchanged
 
 
 class _Run(NamedTuple):
     """The results of the rounds, by rank and round."""
 
-    first_states: list[tuple[Any, Any]]
-    """The initial states of gather and of reduce_scatter, by rank."""
+    first_states: list[tuple[Any, Any]]  # the initial states of gather and of reduce_scatter, by rank
     rounds: list[list[_Round]]
     sent: list[list[CommRecord]]
     sent_nbytes: list[int]
     num_left: int
+
+    def each(self) -> Iterator[tuple[int, int, _Round]]:
+        """(rank, index, round) of every round."""
+        return ((rank, index, one) for rank, rounds in enumerate(self.rounds) for index, one in enumerate(rounds))
+
+    def beside(self, other: _Run) -> Iterator[tuple[int, _Round, _Round]]:
+        """(rank, round, the same round of another run)."""
+        return ((rank, one, other.rounds[rank][index]) for rank, index, one in self.each())
 
 
 class Declared(NamedTuple):
@@ -182,9 +182,13 @@ def _copy(tree: Any) -> Any:
     return optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, tree, none_is_leaf=True)
 
 
-# --- faults ------------------------------------------------------------------------------------------------------
+COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
 
 
+@COLLECTIVE_LAWS.law(
+    "no rank may wait for what nobody sends, and what is sent must be received",
+    "Let every rank call the same collectives in the same order, whatever its data",
+)
 def _does_not_end(declared: Declared, example: Rounds) -> str | None:
     try:
         run = _run(declared, example)
@@ -196,82 +200,96 @@ def _does_not_end(declared: Declared, example: Rounds) -> str | None:
     return f"{run.num_left} messages are never received" if run.num_left else None
 
 
+@COLLECTIVE_LAWS.law("tensors that it is given must stay as they are", "Write to a copy, or to a new tensor")
 def _writes(declared: Declared, example: Rounds) -> str | None:
-    run = _run(declared, example)
-    for rank, rounds in enumerate(run.rounds):
-        for round_ in rounds:
-            for name, is_unchanged in zip(("gather", "reduce_scatter"), round_.is_unchanged, strict=True):
-                if not is_unchanged:
-                    return f"{name} writes to what it is given on rank {rank}, or around it"
+    for rank, _, round_ in _run(declared, example).each():
+        for name, is_unchanged in zip(("gather", "reduce_scatter"), round_.is_unchanged, strict=True):
+            if not is_unchanged:
+                return f"{name} writes to what it is given on rank {rank}, or around it"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "gather makes P elements of S and reduce_scatter S of P, in the dtype that it was given",
+    "Cut off what you padded, and cast back",
+)
 def _has_another_form(declared: Declared, example: Rounds) -> str | None:
     dtype, numel = torch_dtype(example.dtype), example.shard_numel
-    for rank, rounds in enumerate(_run(declared, example).rounds):
-        for round_ in rounds:
-            forms = (("gather", round_.full, numel * example.world_size), ("reduce_scatter", round_.sum, numel))
-            for name, found, expected in forms:
-                if not isinstance(found, Tensor) or (tuple(found.shape), found.dtype) != ((expected,), dtype):
-                    told = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
-                    return f"{name} gives {told} on rank {rank}, where ({expected},) and {dtype} is meant"
+    for rank, _, round_ in _run(declared, example).each():
+        forms = (("gather", round_.full, numel * example.world_size), ("reduce_scatter", round_.sum, numel))
+        for name, found, expected in forms:
+            told = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
+            if told != ((expected,), dtype):
+                return f"{name} gives {told} on rank {rank}, where ({expected},) and {dtype} is meant"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "every rank must gather the same full tensor, bit for bit",
+    "Treat this rank's own shard as those of others: pass it through the same code",
+)
 def _ranks_disagree(declared: Declared, example: Rounds) -> str | None:
-    by_rank = _run(declared, example).rounds
-    for rank, rounds in enumerate(by_rank):
-        for first, round_ in zip(by_rank[0], rounds, strict=True):
-            if not same_bits(first.full, round_.full):
-                return f"rank 0 gathers {first.full.tolist()} and rank {rank} {round_.full.tolist()}"
+    run = _run(declared, example)
+    for rank, index, round_ in run.each():
+        first = run.rounds[0][index]
+        if not same_bits(first.full, round_.full):
+            return f"rank 0 gathers {first.full.tolist()} and rank {rank} {round_.full.tolist()}"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "gather must join the shards of all ranks in rank order, each element to max_error of the largest",
+    "Put shard r at [r·S, (r+1)·S), or declare the error",
+)
 def _gathers_otherwise(declared: Declared, example: Rounds) -> str | None:
     for index, round_ in enumerate(_run(declared, example).rounds[0]):
         expected = example.shards[index].reshape(-1)
-        fault = _is_far(round_.full, expected, declared.max_error * _largest(expected))
-        if fault:
+        if fault := _is_far(round_.full, expected, declared.max_error * _largest(expected)):
             return f"gather {fault}"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "reduce_scatter must give this rank's shard of the sum over ranks, to max_error of the ranks' largest elements",
+    "Add up, do not average; or declare the error",
+)
 def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
-    run = _run(declared, example)
-    for rank, rounds in enumerate(run.rounds):
-        for index, round_ in enumerate(rounds):
-            parts = example.fulls[index]
-            expected = parts.sum(0).view(example.world_size, example.shard_numel)[rank]
-            fault = _is_far(round_.sum, expected, declared.max_error * sum(map(_largest, parts)))
-            if fault:
-                return f"reduce_scatter on rank {rank} {fault}"
+    for rank, index, round_ in _run(declared, example).each():
+        parts = example.fulls[index]
+        expected = parts.sum(0).view(example.world_size, example.shard_numel)[rank]
+        if fault := _is_far(round_.sum, expected, declared.max_error * sum(map(_largest, parts))):
+            return f"reduce_scatter on rank {rank} {fault}"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "in the first round exactly that must arrive which lossy tells of",
+    "Let lossy be what every rank decodes of what is sent",
+)
 def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
     """Only the first round: a state may change what is sent afterwards."""
     lossy, run = declared.hook.lossy, _run(declared, example)
     for rank, rounds in enumerate(run.rounds):
         expected = torch.cat([lossy(shard_S) for shard_S in example.shards[0]])
-        fault = _is_far(rounds[0].full, expected, 0.0)
-        if fault:
+        if fault := _is_far(rounds[0].full, expected, 0.0):
             return f"gather {fault}"
         parts = [lossy(full_P.view(example.world_size, example.shard_numel))[rank] for full_P in example.fulls[0]]
         rounding = 2.0**-20 * sum(map(_largest, parts))
-        fault = _is_far(rounds[0].sum, torch.stack(parts).double().sum(0), rounding)
-        if fault:
+        if fault := _is_far(rounds[0].sum, torch.stack(parts).double().sum(0), rounding):
             return f"reduce_scatter on rank {rank} {fault}"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "the state must keep its structure, shapes and dtypes", "Let init make every tensor that will be there"
+)
 def _state_changes_form(declared: Declared, example: Rounds) -> str | None:
     run = _run(declared, example)
-    for rank, rounds in enumerate(run.rounds):
-        for round_ in rounds:
-            states = (round_.gather_state, round_.reduce_state)
-            for name, first, state in zip(("gather", "reduce_scatter"), run.first_states[rank], states, strict=True):
-                if _form(state) != _form(first):
-                    return f"on rank {rank} init gives {_form(first)} and {name} {_form(state)}"
+    for rank, _, round_ in run.each():
+        states = (round_.gather_state, round_.reduce_state)
+        for name, first, state in zip(("gather", "reduce_scatter"), run.first_states[rank], states, strict=True):
+            if _form(state) != _form(first):
+                return f"on rank {rank} init gives {_form(first)} and {name} {_form(state)}"
     return None
 
 
@@ -281,20 +299,28 @@ def _form(state: Any) -> list[tuple[str, Any]]:
     return list(zip(leaf_names(state), told, strict=True))
 
 
+@COLLECTIVE_LAWS.law(
+    "equal inputs and states must give equal bits",
+    "Remember nothing but the state; keep the state of a random generator in it",
+)
 def _differs_again(declared: Declared, example: Rounds) -> str | None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         first = _run(declared, example)
         torch.manual_seed(1)  # so that a random number that is drawn shows
         second = _run(declared, example)
-    for rank, (rounds, again) in enumerate(zip(first.rounds, second.rounds, strict=True)):
-        for one, other in zip(rounds, again, strict=True):
-            for x, y in zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True):
-                if isinstance(x, Tensor) and not same_bits(x, y):
-                    return f"two runs give {x.tolist()} and {y.tolist()} on rank {rank}"
+    for rank, one, other in first.beside(second):
+        for x, y in zip(optree.tree_leaves(one), optree.tree_leaves(other), strict=True):
+            if isinstance(x, Tensor) and not same_bits(x, y):
+                return f"two runs give {x.tolist()} and {y.tolist()} on rank {rank}"
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "it must tell axis.observe of what it sends, and send no more than the exact collectives",
+    "Send through fzero.comms.collectives, which tells; send fewer bits",
+    rounds() | rounds(LARGE, LARGE + 9),
+)
 def _sends_more(declared: Declared, example: Rounds) -> str | None:
     run = _run(declared, example)
     itemsize = torch_dtype(example.dtype).itemsize
@@ -308,6 +334,9 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
     return None
 
 
+@COLLECTIVE_LAWS.law(
+    "each function must send nbytes to every other rank", "Let nbytes be the bytes of one encoded shard"
+)
 def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
     itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
     planned = 2 * (example.world_size - 1) * declared.hook.nbytes(numel, itemsize) * example.num_rounds
@@ -315,12 +344,15 @@ def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
     return f"ranks send {sorted(sent)} bytes and nbytes tells of {planned}" if numel and sent != {planned} else None
 
 
+@COLLECTIVE_LAWS.law(
+    "start_reduce_scatter must read its summand when `after` has ended",
+    "Wait for `after` before you read, or pass it on",
+)
 def _reads_early(declared: Declared, example: Rounds) -> str | None:
     at_once, late = _run(declared, example), _run(declared, example, is_late=True)
-    for rank, rounds_ in enumerate(zip(at_once.rounds, late.rounds, strict=True)):
-        for one, other in zip(*rounds_, strict=True):
-            if not same_bits(one.sum, other.sum):
-                return f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
+    for rank, one, other in at_once.beside(late):
+        if not same_bits(one.sum, other.sum):
+            return f"reduce_scatter on rank {rank} gives {other.sum.tolist()} for {one.sum.tolist()}"
     return None
 
 
@@ -335,79 +367,3 @@ def _is_far(found: Tensor, expected: Tensor, bound: float) -> str | None:
 
 def _largest(x: Tensor) -> float:
     return float(x.abs().max()) if x.numel() else 0.0
-
-
-FindFault = Callable[[Declared, Rounds], str | None]
-
-COLLECTIVE_LAWS: tuple[Law[Declared, Rounds], ...] = tuple(
-    Law(sentence, fix, examples, find_fault)
-    for sentence, fix, examples, find_fault in (
-        (
-            "no rank may wait for what nobody sends, and what is sent must be received",
-            "Let every rank call the same collectives in the same order, whatever its data",
-            rounds(),
-            _does_not_end,
-        ),
-        ("tensors that it is given must stay as they are", "Write to a copy, or to a new tensor", rounds(), _writes),
-        (
-            "gather makes P elements of S and reduce_scatter S of P, in the dtype that it was given",
-            "Cut off what you padded, and cast back",
-            rounds(),
-            _has_another_form,
-        ),
-        (
-            "every rank must gather the same full tensor, bit for bit",
-            "Treat this rank's own shard as those of others: pass it through the same code",
-            rounds(),
-            _ranks_disagree,
-        ),
-        (
-            "gather must join the shards of all ranks in rank order, each element to max_error of the largest",
-            "Put shard r at [r·S, (r+1)·S), or declare the error",
-            rounds(),
-            _gathers_otherwise,
-        ),
-        (
-            "reduce_scatter must give this rank's shard of the sum over ranks, to max_error of the ranks' largest elements",
-            "Add up, do not average; or declare the error",
-            rounds(),
-            _adds_otherwise,
-        ),
-        (
-            "in the first round exactly that must arrive which lossy tells of",
-            "Let lossy be what every rank decodes of what is sent",
-            rounds(),
-            _loses_otherwise,
-        ),
-        (
-            "the state must keep its structure, shapes and dtypes",
-            "Let init make every tensor that will be there",
-            rounds(),
-            _state_changes_form,
-        ),
-        (
-            "equal inputs and states must give equal bits",
-            "Remember nothing but the state; keep the state of a random generator in it",
-            rounds(),
-            _differs_again,
-        ),
-        (
-            "it must tell axis.observe of what it sends, and send no more than the exact collectives",
-            "Send through fzero.comms.collectives, which tells; send fewer bits",
-            rounds() | rounds(LARGE, LARGE + 9),
-            _sends_more,
-        ),
-        (
-            "each function must send nbytes to every other rank",
-            "Let nbytes be the bytes of one encoded shard",
-            rounds(),
-            _plans_otherwise,
-        ),
-        (
-            "start_reduce_scatter must read its summand when `after` has ended",
-            "Wait for `after` before you read, or pass it on",
-            rounds(),
-            _reads_early,
-        ),
-    )
-)

@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import NamedTuple
 from unittest.mock import patch
 
 from hypothesis import strategies as st
 
 from fzero.plans.orders import OrderFunction
-from fzero.testing.laws import Law
+from fzero.testing.laws import Laws
 
 
-@dataclass(frozen=True, slots=True)
-class OrderExample:
-    """A number of parameters, and of ranks.
-
-    >>> OrderExample(length=3, world_size=2)
-    OrderExample(length=3, world_size=2)
-    """
+class OrderExample(NamedTuple):
+    """A number of parameters, and of ranks."""
 
     length: int
     world_size: int
 
 
+ORDER_LAWS = Laws[OrderFunction, OrderExample](st.builds(OrderExample, st.integers(0, 40), st.integers(1, 64)))
+
+
+@ORDER_LAWS.law("it must be a permutation of the parameters", "Name every index from 0 to length - 1 once")
 def _is_no_permutation(order: OrderFunction, example: OrderExample) -> str | None:
     indices = tuple(order(example.length, example.world_size).indices)
     if len(indices) != example.length:
@@ -35,6 +32,7 @@ def _is_no_permutation(order: OrderFunction, example: OrderExample) -> str | Non
     return f"parameter {missing[0]} is not in {indices}" if missing else None
 
 
+@ORDER_LAWS.law("its inverse must undo it", "Return a sharding.Order, which has the inverse")
 def _is_not_undone(order: OrderFunction, example: OrderExample) -> str | None:
     found, names = order(example.length, example.world_size), tuple(f"p{index}" for index in range(example.length))
     ordered = tuple(found.apply(names))
@@ -44,6 +42,7 @@ def _is_not_undone(order: OrderFunction, example: OrderExample) -> str | None:
     return f"the inverse gives {undone}" if undone != names else None
 
 
+@ORDER_LAWS.law("equal arguments must give equal orders", "Draw no random numbers and remember nothing between calls")
 def _changes(order: OrderFunction, example: OrderExample) -> str | None:
     state = random.getstate()
     try:
@@ -53,38 +52,13 @@ def _changes(order: OrderFunction, example: OrderExample) -> str | None:
     return f"two calls give {first} and {second}" if first != second else None
 
 
+@ORDER_LAWS.law("it must be the same on all ranks", "Compute it from the two numbers only")
 def _differs_by_rank(order: OrderFunction, example: OrderExample) -> str | None:
     found: dict[int, tuple[int, ...]] = {}
+    size = str(example.world_size)
     for rank in sorted({0, example.world_size // 2, example.world_size - 1}):
-        with _as_rank(rank, example.world_size):
+        with patch.dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size):
             found[rank] = tuple(order(example.length, example.world_size).indices)
         if found[rank] != found[0]:
             return f"rank 0 has {found[0]} and rank {rank} has {found[rank]}"
     return None
-
-
-@contextmanager
-def _as_rank(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, the environment variables are those of a rank of a job, without a process group."""
-    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    with patch.dict(os.environ, {key: str(value) for key, value in told.items()}):
-        yield
-
-
-ORDER_LAWS: tuple[Law[OrderFunction, OrderExample], ...] = tuple(
-    Law(sentence, fix, st.builds(OrderExample, st.integers(0, 40), st.integers(1, 64)), find_fault)
-    for sentence, fix, find_fault in (
-        (
-            "it must be a permutation of the parameters",
-            "Name every index from 0 to length - 1 once",
-            _is_no_permutation,
-        ),
-        ("its inverse must undo it", "Return a sharding.Order, which has the inverse", _is_not_undone),
-        (
-            "equal arguments must give equal orders",
-            "Draw no random numbers and remember nothing between calls",
-            _changes,
-        ),
-        ("it must be the same on all ranks", "Compute it from the two numbers only", _differs_by_rank),
-    )
-)

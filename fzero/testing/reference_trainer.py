@@ -13,6 +13,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -22,8 +23,7 @@ from torch import Tensor, nn
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.transforms import Transform, leaf_names
 
-Numbers = dict[str, Tensor]
-"""Tensors by name."""
+Numbers = dict[str, Tensor]  # tensors by name
 LANES = 32
 """Zeros appended to a tensor for an update, as in a flat buffer, because a kernel may round the last few elements of a tensor
 differently."""
@@ -85,17 +85,16 @@ class Job:
     @property
     def scaling(self) -> LossScaling:
         """The rules of the loss scale."""
-        if self.precision != "float16":
-            return LossScaling()
-        return LossScaling(2.0**self.initial_scale_power, True, self.window, self.hysteresis, self.consecutive)
+        power = self.initial_scale_power
+        is_fp16 = self.precision == "float16"
+        return (
+            LossScaling(2.0**power, True, self.window, self.hysteresis, self.consecutive) if is_fp16 else LossScaling()
+        )
 
     @property
     def num_samples(self) -> int:
         """Samples of one rank in one step."""
         return self.micro_batch * self.num_micro_steps
-
-
-# --- optimizers --------------------------------------------------------------------------------------------------
 
 
 class ReferenceOptimizer(NamedTuple):
@@ -185,27 +184,20 @@ class ReferenceLossScale:
                 self.left -= 1
             self.last_overflow = self.now
         else:
-            if self.rules.consecutive:
+            grows = self.num_good > 0 and self.num_good % self.rules.window == 0
+            if self.rules.consecutive or grows:
                 self.left = self.rules.hysteresis
-            if self.num_good > 0 and self.num_good % self.rules.window == 0:
-                if not self.rules.consecutive:
-                    self.left = self.rules.hysteresis
+            if grows:
                 self.scale *= 2
         self.now += 1
-
-
-# --- training ----------------------------------------------------------------------------------------------------
 
 
 class ReferenceOutcome(NamedTuple):
     """The results of a step of the plain model."""
 
-    loss: float
-    """The mean over ranks and micro-steps."""
-    norm: float
-    """The norm of the mean gradient."""
-    scale: float
-    """The factor of the loss."""
+    loss: float  # the mean over ranks and micro-steps
+    norm: float  # the norm of the mean gradient
+    scale: float  # the factor of the loss
     end: Literal["update", "skip", "error"]
     rounding: float
     """The allowed difference of a job's numbers, as a fraction of the gradient's norm; 0 requires equal bits."""
@@ -265,12 +257,10 @@ class ReferenceTrainer:
         norm = math.sqrt(sum(_norm(grad) ** 2 for grad in collected.values())) / scale
         rounding = self.rounding(clips=bool(job.clip) and job.clip < 1.001 * norm + 1e-6)
         if not math.isfinite(norm + mean):
-            end: Literal["skip", "error"] = "skip"
             if job.precision == "float32" or self.loss_scale.is_exhausted:
-                end = "error"
-            else:
-                self.loss_scale.step(True)
-            return ReferenceOutcome(mean, norm, scale, end, rounding)
+                return ReferenceOutcome(mean, norm, scale, "error", rounding)
+            self.loss_scale.step(True)
+            return ReferenceOutcome(mean, norm, scale, "skip", rounding)
         factor = (min(1.0, job.clip / (norm + 1e-6)) if job.clip else 1.0) / scale
         for name, grad in collected.items():
             self._update(name, grad.to(self.weights[name].dtype) * factor)
@@ -359,7 +349,4 @@ def _added_up(grads: Mapping[tuple[str, int, int], Tensor], name: str, job: Job)
 
 
 def _total(parts: Sequence[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
+    return reduce(torch.add, parts)

@@ -8,9 +8,9 @@ hypothesis draws the model, the job and the rules, and reports the shortest run 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, NamedTuple
 
@@ -49,8 +49,7 @@ from sharding.views import torch_dtype, unflatten
 MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 """The folder of checkpoints, in memory if possible: waiting for a disk would take most of the time."""
 
-NUM_RULES = 8
-"""The most rules of one run."""
+NUM_RULES = 8  # the most rules of one run
 
 
 class Optimizer(NamedTuple):
@@ -63,26 +62,18 @@ class Optimizer(NamedTuple):
     plain: ReferenceOptimizer
 
 
-def _adam(params: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=0.01, eps=0.1, weight_decay=0.1, fused=True)
+def _of_torch(kind: str, names: dict[str, str], params: dict[str, float], **further: Any) -> Optimizer:
+    plain = optimizer_of_torch(partial(getattr(torch.optim, kind), **params, **further), names)
+    return Optimizer({"type": kind, "params": params}, plain)
 
 
+_ADAM_NAMES = {"state.step": "step", "state.exp_avg": "exp_avg", "state.exp_avg_sq": "exp_avg_sq"}
 OPTIMIZERS = {
-    "sgd": Optimizer(
-        {"type": "SGD", "params": {"lr": 0.05}},
-        optimizer_of_torch(lambda params: torch.optim.SGD(params, lr=0.05), {}),
+    "sgd": _of_torch("SGD", {}, {"lr": 0.05}),
+    "momentum": _of_torch(
+        "SGD", {"state.momentum": "momentum_buffer"}, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
     ),
-    "momentum": Optimizer(
-        {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}},
-        optimizer_of_torch(
-            lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01),
-            {"state.momentum": "momentum_buffer"},
-        ),
-    ),
-    "adamw": Optimizer(
-        {"type": "AdamW", "params": {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}},
-        optimizer_of_torch(_adam, {"state.step": "step", "state.exp_avg": "exp_avg", "state.exp_avg_sq": "exp_avg_sq"}),
-    ),
+    "adamw": _of_torch("AdamW", _ADAM_NAMES, {"lr": 0.01, "eps": 0.1, "weight_decay": 0.1}, fused=True),
 }
 
 jobs = st.builds(
@@ -136,7 +127,7 @@ class TrainingMachine(RuleBasedStateMachine):
     """
 
     transform: OwnTransform | None = None
-    folder: tempfile.TemporaryDirectory[str] | None = None  # of the files of this run
+    folder: TemporaryDirectory[str] | None = None  # of the files of this run
     lr: float = 0.05
     compares: Literal["bits", "numbers"] = "numbers"
 
@@ -156,9 +147,8 @@ class TrainingMachine(RuleBasedStateMachine):
 
     def make_batch(self, num_samples: int, seed: int) -> Any:
         """A batch of `self.model`: tensors with a leading dimension of samples."""
-        generator = torch.Generator().manual_seed(seed)
         features: Any = self.model.features
-        return torch.randn(num_samples, features, generator=generator)
+        return torch.randn(num_samples, features, generator=torch.Generator().manual_seed(seed))
 
     def teardown(self) -> None:
         """Ends a run, and removes its files."""
@@ -222,8 +212,7 @@ class TrainingMachine(RuleBasedStateMachine):
     def train_elsewhere(
         self, placement: Literal["host", "nvme", "parameters too"], stage: int, then: list[int]
     ) -> None:
-        """Moves the state to host memory or files (in stage 3 with or without the parameters), trains there, and moves it back
-        to another stage."""
+        """Trains with the state in host memory or files (in stage 3 with or without the parameters), and moves it back."""
         self._place(placement)
         self.train(then)
         self.every_law_holds()
@@ -233,34 +222,28 @@ class TrainingMachine(RuleBasedStateMachine):
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def change_all(self, other: Job, then: list[int]) -> None:
         """Changes everything but the precision at once, also layout, batch and clipping."""
-        kept = ("precision", "initial_scale_power", "window", "hysteresis", "consecutive")
-        self.move(replace(other, **{field: getattr(self.job, field) for field in kept}))
+        self.move(replace(self._with_scaling(other), precision=self.job.precision))
         self.train(then)
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def change_precision(self, other: Job, then: list[int]) -> None:
         """Changes the precision; the loss scale is kept if it is dynamic before and after."""
-        old = self.job.scaling
+        old = self.job
         self.move(replace(self.job, precision=other.precision))
-        self.plain.compute_in(self.job.precision)
-        if not (old.dynamic and self.job.scaling.dynamic):
-            self.plain.loss_scale = ReferenceLossScale(self.job.scaling)
+        self._compute_as_the_job(old)
         self.train(then)
 
     @rule(other=st.runner().flatmap(lambda machine: machine.jobs()), then=steps)
     def save_and_load(self, other: Job, then: list[int]) -> None:
         """Loads on other ranks, in another stage, layout and precision; the loss scale is kept if dynamic before and after."""
-        kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
-        job = self._fitting(replace(other, **{field: getattr(self.job, field) for field in kept}))
+        job = self._fitting(self._with_scaling(other))
         old, step, before = self.job, self.step_of(job), copied(self.state)
         with TemporaryDirectory(dir=MEMORY) as folder:
             save(self.state, folder, step=self.step)
             raise_first("saving leaves the state as it was", changed(before, self.state))
             state = load(folder, step=step).state
         self.job, self.step, self.state = job, step, state
-        self.plain.compute_in(job.precision)
-        if not (old.scaling.dynamic and job.scaling.dynamic):
-            self.plain.loss_scale = ReferenceLossScale(job.scaling)
+        self._compute_as_the_job(old)
         self.train(then)
 
     @rule(then=steps)
@@ -324,9 +307,8 @@ class TrainingMachine(RuleBasedStateMachine):
         if not plain.rules.dynamic:
             found, expected = found[:2], expected[:2]
         told = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
-        raise_first(
-            "an overflow makes no update, and the loss scale is DeepSpeed's", told if found != expected else None
-        )
+        law = "an overflow makes no update, and the loss scale is DeepSpeed's"
+        raise_first(law, told if found != expected else None)
 
     # --- parts of rules ------------------------------------------------------------------------------------------
 
@@ -335,7 +317,7 @@ class TrainingMachine(RuleBasedStateMachine):
         cfg = job.config | {"optimizer": self.optimizer.config}
         if job.placement != "device":
             device = "cpu" if job.placement == "host" else "nvme"
-            self.folder = self.folder or tempfile.TemporaryDirectory(prefix="fzero-machine-")
+            self.folder = self.folder or TemporaryDirectory(prefix="fzero-machine-")
             where = {"device": device, "nvme_path": self.folder.name}
             cfg["zero_optimization"]["offload_optimizer"] = where
             if job.placement == "parameters too" and job.stage == 3:
@@ -349,9 +331,18 @@ class TrainingMachine(RuleBasedStateMachine):
         """Continues with another job."""
         job = self._fitting(job)
         old, new = self.step, self.step_of(job)
-        state = reshard(self.state, old, new)
-        assert state is not None
-        self.job, self.step, self.state = job, new, state
+        self.job, self.step, self.state = job, new, reshard(self.state, old, new)
+
+    def _with_scaling(self, other: Job) -> Job:
+        """Another job with the present rules of the loss scale."""
+        kept = ("initial_scale_power", "window", "hysteresis", "consecutive")
+        return replace(other, **{field: getattr(self.job, field) for field in kept})
+
+    def _compute_as_the_job(self, old: Job) -> None:
+        """Switches the oracle to the precision of the job after `old`; the loss scale is kept if it was and is dynamic."""
+        self.plain.compute_in(self.job.precision)
+        if not (old.scaling.dynamic and self.job.scaling.dynamic):
+            self.plain.loss_scale = ReferenceLossScale(self.job.scaling)
 
     def _place(self, placement: Literal["device", "host", "nvme", "parameters too"]) -> None:
         self.job = self._fitting(replace(self.job, placement=placement))
@@ -368,8 +359,7 @@ class TrainingMachine(RuleBasedStateMachine):
     def weights(self) -> Numbers:
         """The updated weight of every parameter, or the model's own where it is frozen."""
         found: Numbers = {}
-        state = self.held
-        specs = self.step.specs
+        state, specs = self.held, self.step.specs
         for buffer in self.step.plan.flat_buffers:
             part = "master" if buffer.has_master else "params"
             flat_W, spec = getattr(state, part)[buffer.key], getattr(specs, part)[buffer.key]
@@ -380,9 +370,7 @@ class TrainingMachine(RuleBasedStateMachine):
         """The optimizer's tensors of every trained parameter."""
         found: dict[str, Numbers] = {}
         state = self.held
-        for buffer in self.step.plan.flat_buffers:
-            if not buffer.trainable:
-                continue
+        for buffer in (buffer for buffer in self.step.plan.flat_buffers if buffer.trainable):
             tree, specs = state.optimizer[buffer.key], self.step.specs.optimizer[buffer.key]
             for leaf, x_W, spec in zip(leaf_names(tree), optree.tree_leaves(tree), optree.tree_leaves(specs)):
                 views = unflatten(full(x_W, spec), buffer.layout) if buffer.is_long(spec) else {}
@@ -417,18 +405,18 @@ class TrainingMachine(RuleBasedStateMachine):
         """One step of the job and of the oracle."""
         given, before = self.state, copied(self.state)
         expected = self.plain.step(self.job, batch_W)
-        metrics: Metrics | None = None
+        found: Metrics | FloatingPointError
         try:
-            self.state, metrics = self.step(given, batch_W)
+            self.state, found = self.step(given, batch_W)
+            end = "skip" if found.overflow else "update"
         except FloatingPointError as error:
-            told = f"{error}, but {expected}" if expected.end != "error" else None
-            raise_first("a step ends as that of a plain process", told)
+            end, found = "error", error
+        told = f"{end} with {found}, but {expected}" if expected.end != end else None
+        raise_first("a step ends as that of a plain process", told)
+        if isinstance(found, Metrics):
+            self._check_metrics(found, expected)
+        else:
             raise_first("a step that raises leaves the state as it was", changed(before, given, but=("grads",)))
-        if metrics is not None:
-            end = "skip" if metrics.overflow else "update"
-            told = f"{end} with {metrics}, but {expected}" if expected.end != end else None
-            raise_first("a step ends as that of a plain process", told)
-            self._check_metrics(metrics, expected)
         if expected.end == "skip":
             raise_first("a skipped step changes nothing", changed(before, self.state, but=("grads", "loss_scale")))
         if self.job.memory == "kept":
@@ -444,9 +432,8 @@ class TrainingMachine(RuleBasedStateMachine):
             pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
         for name, (found, value) in pairs.items():
             is_near = near(found.item(), value, max(expected.rounding, 1e-5))
-            raise_first(
-                "metrics are those of a plain process", None if is_near else f"{name} is {found.item()}, not {value}"
-            )
+            told = None if is_near else f"{name} is {found.item()}, not {value}"
+            raise_first("metrics are those of a plain process", told)
 
     def _compare(self, *, rounding: float, norm: float) -> None:
         """Raises unless weights and optimizer state equal the oracle's, up to `rounding` times the gradient's norm."""
@@ -463,9 +450,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
         """The faults of the state's tensors, without the random states, which differ between ranks."""
         specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
-        raise_first(
-            "the state is as the specs say", None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
-        )
+        told = None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
+        raise_first("the state is as the specs say", told)
         for name, spec, x_W in zip(names_of(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None
@@ -483,9 +469,8 @@ class TrainingMachine(RuleBasedStateMachine):
 
 def limit_rules(machine: type[TrainingMachine]) -> None:
     """Limits the runs of a machine's tests: many short runs find more than a few long ones."""
-    machine.TestCase.settings = settings(
-        stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=list(HealthCheck)
-    )
+    ignored = list(HealthCheck)
+    machine.TestCase.settings = settings(stateful_step_count=NUM_RULES, deadline=None, suppress_health_check=ignored)
 
 
 limit_rules(TrainingMachine)

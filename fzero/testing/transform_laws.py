@@ -7,9 +7,9 @@ differs. Shape letters: P padded elements of a flat buffer = W·S, S elements of
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -17,21 +17,98 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.optim.elementwise import LATE_STARTS, LONG_RUN, at_count, counts_of, find_cut, started
+from fzero.optim.elementwise import LATE_STARTS, at_count, counts_of, find_cut, started
 from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import Transform, leaf_names, same_bits, skip_if
 from fzero.plans.flat_params import ALIGNMENT
-from fzero.testing.laws import Law
-from fzero.testing.update_examples import Cut, Skips, Updates, several_updates, updates
+from fzero.testing.laws import Laws
 from sharding import FlatLayout, TensorSpec
-from sharding.testing import overflow_patterns, tensor_specs, world_sizes
+from sharding.testing import layouts, overflow_patterns, shapes, tensor_specs, world_sizes
 from sharding.views import dtype_name, torch_dtype
 
-GUARD = 8 * ALIGNMENT
-"""Elements of other tensors before and after a shard, in the same memory."""
+GUARD = 8 * ALIGNMENT  # elements of other tensors before and after a shard, in the same memory
 
-Make = Callable[[], Transform]
-"""Makes a new instance of the transform."""
+
+@dataclass(frozen=True, slots=True)
+class Updates:
+    """Updates of one flat buffer with random numbers of very different magnitudes; padding is zero.
+
+    >>> layout = FlatLayout(("w",), ((3,),), world_size=2, multiple_of=32)
+    >>> updates = Updates(layout, "float32", num_updates=4, seed=0)
+    >>> updates.param.shape, updates.grads.shape, updates.param[3:].any().item()
+    (torch.Size([64]), torch.Size([4, 64]), False)
+    """
+
+    layout: FlatLayout
+    dtype: str
+    num_updates: int
+    seed: int
+    start: int = 0  # the number of earlier updates, by the state's own counts (`fzero.optim.elementwise.started`)
+
+    @property
+    def param(self) -> Tensor:
+        """The parameter before the first update (P,)."""
+        return self._random(1, self.seed)[0]
+
+    @property
+    def grads(self) -> Tensor:
+        """The gradient of each update (num_updates, P)."""
+        return self._random(self.num_updates, self.seed + 1) * torch.logspace(-3, 2, self.numel).to(
+            torch_dtype(self.dtype)
+        )
+
+    @property
+    def numel(self) -> int:
+        """P."""
+        return self.layout.partition.padded_numel
+
+    def _random(self, num_rows: int, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        rows = torch.randn(num_rows, self.numel, generator=generator)
+        rows[:, self.layout.numel :] = 0
+        return rows.to(torch_dtype(self.dtype))
+
+
+def updates(min_parameters: int = 0, max_parameters: int = 4) -> st.SearchStrategy[Updates]:
+    """Updates of buffers on a few ranks, including empty ones, and ones of which some ranks hold padding only."""
+    parameters = shapes() | st.tuples(st.integers(ALIGNMENT + 1, 6 * ALIGNMENT))  # large enough for several ranks
+    aligned = layouts(max_parameters, 5, min_parameters=min_parameters, parameters=parameters).map(
+        lambda layout: replace(layout, multiple_of=ALIGNMENT)
+    )
+    return st.builds(
+        Updates,
+        aligned,
+        st.sampled_from(["float32", "float64"]),
+        num_updates=st.integers(1, 4),
+        seed=st.integers(0, 999),
+        start=st.sampled_from((0, *LATE_STARTS)),
+    )
+
+
+def several_updates() -> st.SearchStrategy[list[Updates]]:
+    """Updates of several buffers of one dtype, with different numbers of updates."""
+    return st.lists(updates(), min_size=1, max_size=4).map(lambda them: [replace(x, dtype=them[0].dtype) for x in them])
+
+
+class Skips(NamedTuple):
+    """Updates of which some are skipped."""
+
+    updates: Updates
+    overflows: tuple[tuple[bool, ...], ...]  # per step and rank, whether a gradient is not finite
+
+
+class Cut(NamedTuple):
+    """A parameter's spec, and its number of ranks."""
+
+    spec: TensorSpec
+    world_size: int
+
+
+Make = Callable[[], Transform]  # makes a new instance of the transform
+TRANSFORM_LAWS = Laws[Make, Any](updates(min_parameters=1))
+CAPTURE_LAWS = Laws[Make, Updates](updates())  # the additional laws for a step that is compiled as one graph
+RATE_LAWS = Laws[Callable[[Any], Transform], Updates](updates(min_parameters=1))
+"""The law for a function of the learning rate in a step that is compiled as one graph."""
 
 
 def _run(transform: Transform, param: Tensor, grads: Sequence[Tensor] | Tensor, start: int) -> Any:
@@ -56,18 +133,46 @@ def _differs(found: Any, expected: Any) -> str | None:
     return None
 
 
-# --- faults ------------------------------------------------------------------------------------------------------
+EMPTY = st.builds(
+    Updates,
+    st.builds(lambda world_size: FlatLayout((), (), world_size, multiple_of=ALIGNMENT), world_sizes(3)),
+    st.sampled_from(["float32", "float64"]),
+    num_updates=st.integers(1, 2),
+    seed=st.just(0),
+)
+LARGE = Updates(FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0)
+"""The buffer that is always tried, to detect what an update does for many elements only."""
 
 
+def long(num_updates: int) -> tuple[Updates]:
+    """The run on two ranks that is always tried, to detect what an update does periodically."""
+    layout = FlatLayout(("p",), ((2 * ALIGNMENT,),), 2, multiple_of=ALIGNMENT)
+    return (Updates(layout, "float32", num_updates, seed=0),)
+
+
+def long_late_and_large(num_updates: int) -> tuple[Updates, ...]:
+    """Both, and short runs that begin after many updates."""
+    late = (replace(long(4)[0], start=start) for start in LATE_STARTS)
+    return (*long(num_updates), *late, LARGE)
+
+
+# --- the laws, in the order in which they are tried; the first ones have the clearest messages --------------------
+
+
+@TRANSFORM_LAWS.law(
+    "specs must describe exactly what init makes",
+    "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) keeps what is the same, "
+    "and fzero.optim.transforms.step_spec(param_spec) is that of a count",
+    st.builds(Cut, tensor_specs(dtypes=("float32", "float64", "bfloat16")), world_sizes()),
+)
 def _misplaced(make: Make, cut: Cut) -> str | None:
-    """Whether `specs` does not describe exactly the tensors that `init` makes."""
     spec, world_size = cut
     param = torch.ones(spec.local_shape(world_size), dtype=torch_dtype(spec.dtype))
     transform = make()
     leaves, structure = optree.tree_flatten(transform.init(param), none_is_leaf=True)
     specs, placed = optree.tree_flatten(transform.specs(spec), none_is_leaf=True)
     if structure != placed:
-        return f"init makes {structure} and place tells of {placed}"
+        return f"init makes {structure} and specs tells of {placed}"
     names = [accessor.codify("state") for accessor in structure.accessors()]
     for name, leaf, told in zip(names, leaves, specs, strict=True):
         if leaf is None and told is None:
@@ -76,28 +181,35 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
             return f"{name} is a {type(leaf).__name__} and its spec a {type(told).__name__}"
         made = tuple(leaf.shape), dtype_name(leaf.dtype)
         if made != (told.local_shape(world_size), told.dtype):
-            return f"init makes {name} with shape and dtype {made} and place tells of {told}"
+            return f"init makes {name} with shape and dtype {made} and specs tells of {told}"
         if told.placement != spec.placement:
-            return f"place puts {name} on {told.placement} and its parameter is on {spec.placement}"
+            return f"specs puts {name} on {told.placement} and its parameter is on {spec.placement}"
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "an update must work on no elements, for a shard may be empty",
+    "Skip what needs an element where param.numel() is 0",
+    EMPTY,
+)
 def _fails(make: Make, example: Updates) -> str | None:
-    """Whether an update raises; the caller reports the error."""
     _run(make(), example.param, example.grads, example.start)
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "an update must keep structure, shapes and dtypes",
+    "Return gradient, parameter and state as they came; a state is one NamedTuple of tensors, made in init",
+    updates(),
+    long,
+)
 def _changed_kind(make: Make, example: Updates) -> str | None:
-    """Whether an update returns another structure, shape or dtype than its arguments have."""
     transform, param = make(), example.param
     state = started(transform, param, example.start)
     for grad in example.grads:
         before = (grad, param, state)
-        kinds, structure = (
-            [(tuple(x.shape), x.dtype) for x in optree.tree_leaves(before)],
-            optree.tree_structure(before),
-        )
+        leaves, structure = optree.tree_flatten(before)
+        kinds = [(tuple(x.shape), x.dtype) for x in leaves]
         names = ["the gradient", "the parameter", *leaf_names(state)]
         after = transform.update(grad.clone(), param, state)
         if optree.tree_structure(tuple(after)) != structure:
@@ -109,8 +221,12 @@ def _changed_kind(make: Make, example: Updates) -> str | None:
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "no two tensors of parameter and state may share memory, for each is written in place",
+    "Clone one of them",
+    corners=long,
+)
 def _aliased(make: Make, example: Updates) -> str | None:
-    """Whether two tensors that persist between updates share memory."""
     transform, param = make(), example.param
     state = transform.init(param)
     for index, grad in enumerate([None, *example.grads]):
@@ -123,34 +239,37 @@ def _aliased(make: Make, example: Updates) -> str | None:
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "an update may write to its three arguments only, and init to nothing",
+    "Work on the tensors that are given and not on their storage; clone what init keeps",
+    updates(),
+    lambda _: (LARGE,),
+)
 def _trespasses(make: Make, example: Updates) -> str | None:
-    """Whether an update writes outside its three arguments; a shard is a view into larger memory."""
-    transform = make()
+    transform, memories = make(), list[tuple[str, Tensor]]()
 
-    def guarded(x: Tensor) -> tuple[Tensor, Tensor]:
-        memory = torch.full((x.numel() + 2 * GUARD,), 7, dtype=x.dtype)
-        shard = memory[GUARD : GUARD + x.numel()]
-        shard.copy_(x)
-        return memory, shard
+    def guarded(x: Tensor, name: str) -> Tensor:
+        memories.append((name, torch.full((x.numel() + 2 * GUARD,), 7, dtype=x.dtype)))
+        return memories[-1][1][GUARD : GUARD + x.numel()].copy_(x)
 
-    memories = []
-    memory, param = guarded(example.param)
-    memories.append(("the parameter", memory))
+    param = guarded(example.param, "the parameter")
     state = started(transform, param, example.start)
     if not same_bits(param, example.param):
         return "init writes to the parameter"
     for grad in example.grads:
-        memory, shard = guarded(grad)
-        memories.append(("the gradient", memory))
-        _, param, state = transform.update(shard, param, state)
+        _, param, state = transform.update(guarded(grad, "the gradient"), param, state)
     for name, memory in memories:
         if (memory[:GUARD] != 7).any() or (memory[-GUARD:] != 7).any():
             return f"an update writes to the memory around {name}"
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "equal updates must be equal bit for bit",
+    "Keep what an update remembers in the state, as tensors, and draw no random numbers",
+    corners=long,
+)
 def _remembers(make: Make, example: Updates) -> str | None:
-    """Whether the same updates give other results when they are repeated."""
     expected = _run(make(), example.param, example.grads, example.start)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(example.seed + 1)
@@ -161,8 +280,12 @@ def _remembers(make: Make, example: Updates) -> str | None:
     return f"the same updates, made twice, differ in {differs}" if differs else None
 
 
+@TRANSFORM_LAWS.law(
+    "the state must be all that an update remembers",
+    "Keep what an update remembers in the state: nothing in a closure, nothing by id() or data_ptr()",
+    corners=long,
+)
 def _is_disturbed(make: Make, example: Updates) -> str | None:
-    """Whether updates give other results when others run between them, or when their tensors are copies."""
     expected = _run(make(), example.param, example.grads, example.start)
     transform, other = make(), make()
     others = Updates(example.layout, example.dtype, example.num_updates, example.seed + 2)
@@ -183,19 +306,28 @@ def _is_disturbed(make: Make, example: Updates) -> str | None:
     return None
 
 
+@TRANSFORM_LAWS.law(
+    "the update of a shard must be the shard of the update, bit for bit",
+    "Let each element go its own way; a transform that needs norms or sums over others takes `contents` "
+    "(fzero.optim.ShardContents)",
+    updates(),
+    long_late_and_large,
+)
 def _sees_others(make: Make, example: Updates) -> str | None:
-    """Whether shards that are updated separately differ from the shards of the full update."""
     bounds = [example.layout.partition.bounds(rank) for rank in range(example.layout.world_size)]
     differs = find_cut(make(), example.param, example.grads, bounds, start=example.start)
-    return (
-        f"the shards of {len(bounds)} ranks, updated one by one, differ from the whole in {differs}"
-        if differs
-        else None
-    )
+    if not differs:
+        return None
+    return f"the shards of {len(bounds)} ranks, updated one by one, differ from the whole in {differs}"
 
 
+@TRANSFORM_LAWS.law(
+    "a skipped update must leave everything as it was, bit for bit",
+    "Let update_skip_if(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
+    st.builds(Skips, updates(min_parameters=1), overflow_patterns(max_steps=4, max_world_size=3)),
+    lambda num: (Skips(*long(num), ((True,), (False,))), Skips(LARGE, ((True,),))),
+)
 def _is_not_skipped(make: Make, example: Skips) -> str | None:
-    """Whether a skipped update leaves a trace."""
     (of, overflows), transform = example, make()
     expected = _run(transform, of.param, of.grads, of.start)
     skips = [any(row) for row in overflows]
@@ -212,8 +344,12 @@ def _is_not_skipped(make: Make, example: Skips) -> str | None:
     return f"after skipped updates {differs} is another than without them" if differs else None
 
 
+@TRANSFORM_LAWS.law(
+    "an update of 16-bit numbers must be that of the same numbers in fp32, rounded at the end",
+    "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
+    corners=lambda _: (LARGE,),
+)
 def _is_not_widened(make: Make, example: Updates) -> str | None:
-    """Whether fzero's 16-bit call differs from the 32-bit update, rounded at the end."""
     transform, factor = make(), torch.tensor(0.25)
     param, grads = example.param.float(), example.grads.bfloat16()
     expected = _run(transform, param, grads.float() * factor, example.start)
@@ -239,8 +375,13 @@ def _is_not_widened(make: Make, example: Updates) -> str | None:
     return f"all in bf16, tiles of {tiled} elements give another {differs} than one" if differs else None
 
 
+@TRANSFORM_LAWS.law(
+    "one call for several buffers must be their updates one by one, bit for bit",
+    "Let `several` write each parameter in place and give every buffer's own state, empty ones' too, or leave it out",
+    several_updates(),
+    lambda num: ([*long(num), *long(3)], [LARGE, *long(1)]),
+)
 def _several_differ(make: Make, example: list[Updates]) -> str | None:
-    """Whether one call for several buffers differs from their separate updates."""
     transform, last = make(), max(of.num_updates for of in example)
     if not transform.is_fused:
         return None
@@ -274,156 +415,28 @@ class _Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return operator(*args, **(kwargs or {}))
 
 
+@CAPTURE_LAWS.law(
+    "an update must not read the values of tensors, for a captured step has none",
+    "Choose with torch.where; no if or float() of a tensor, no .item()",
+    corners=long,
+)
 def _reads(make: Make, example: Updates) -> str | None:
-    """Whether an update depends on a value that the host reads."""
     with _Reading() as reading:
         _run(make(), example.param, example.grads, start=0)  # finding the counts of a state also reads values
     return f"the host reads a value by {reading.operators[0]}" if reading.operators else None
 
 
+@RATE_LAWS.law(
+    "a learning rate in a 0-d tensor must be data, for a captured step has no other",
+    "Compute with the tensor itself, inside update: no float(lr), no lr.item(), nothing derived from it outside",
+    corners=long,
+)
 def _freezes_rate(make: Callable[[Any], Transform], example: Updates) -> str | None:
-    """Whether a learning rate in a tensor is read before the update, or written to."""
     rate = torch.tensor(0.5, dtype=torch_dtype(example.dtype))
     later, expected = make(rate), make(torch.full_like(rate, 0.25))
     rate.fill_(0.25)
-    differs = _differs(
-        *(_run(transform, example.param, example.grads, example.start) for transform in (later, expected))
-    )
+    updated = (_run(transform, example.param, example.grads, example.start) for transform in (later, expected))
+    differs = _differs(*updated)
     if rate.item() != 0.25:
         return "an update writes to the learning rate"
     return f"a learning rate that changes after the transform is made does not change {differs}" if differs else None
-
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-EMPTY = st.builds(
-    Updates,
-    st.builds(lambda world_size: FlatLayout((), (), world_size, multiple_of=ALIGNMENT), world_sizes(3)),
-    st.sampled_from(["float32", "float64"]),
-    num_updates=st.integers(1, 2),
-    seed=st.just(0),
-)
-
-
-def _long(num_updates: int) -> Updates:
-    """The run on two ranks that is always tried, to detect what an update does periodically."""
-    return Updates(FlatLayout(("p",), ((2 * ALIGNMENT,),), 2, multiple_of=ALIGNMENT), "float32", num_updates, seed=0)
-
-
-LARGE = Updates(FlatLayout(("p",), ((1 << 17,),), 2, multiple_of=ALIGNMENT), "float32", num_updates=2, seed=0)
-"""The buffer that is always tried, to detect what an update does for many elements only."""
-
-
-def transform_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
-    """The laws in the order in which they are tried; the first ones have the clearest messages.
-
-    Args:
-        num_updates: of the long run that is always tried.
-    """
-    long, large = _long(num_updates), LARGE
-    late = tuple(replace(long, num_updates=4, start=start) for start in LATE_STARTS)
-    return (
-        Law(
-            "place must describe exactly what init makes",
-            "Give each tensor of the state the spec that it needs: dataclasses.replace(param_spec, ...) keeps what is the same, "
-            "and fzero.optim.transforms.step_spec(param_spec) is that of a count",
-            st.builds(Cut, tensor_specs(dtypes=("float32", "float64", "bfloat16")), world_sizes()),
-            _misplaced,
-        ),
-        Law(
-            "an update must work on no elements, for a shard may be empty",
-            "Skip what needs an element where param.numel() is 0",
-            EMPTY,
-            _fails,
-        ),
-        Law(
-            "an update must keep structure, shapes and dtypes",
-            "Return gradient, parameter and state as they came; a state is one NamedTuple of tensors, made in init",
-            updates(),
-            _changed_kind,
-            (long,),
-        ),
-        Law(
-            "no two tensors of parameter and state may share memory, for each is written in place",
-            "Clone one of them",
-            updates(min_parameters=1),
-            _aliased,
-            (long,),
-        ),
-        Law(
-            "an update may write to its three arguments only, and init to nothing",
-            "Work on the tensors that are given and not on their storage; clone what init keeps",
-            updates(),
-            _trespasses,
-            (large,),
-        ),
-        Law(
-            "equal updates must be equal bit for bit",
-            "Keep what an update remembers in the state, as tensors, and draw no random numbers",
-            updates(min_parameters=1),
-            _remembers,
-            (long,),
-        ),
-        Law(
-            "the state must be all that an update remembers",
-            "Keep what an update remembers in the state: nothing in a closure, nothing by id() or data_ptr()",
-            updates(min_parameters=1),
-            _is_disturbed,
-            (long,),
-        ),
-        Law(
-            "the update of a shard must be the shard of the update, bit for bit",
-            "Let each element go its own way; a transform that needs norms or sums over others takes `contents` "
-            "(fzero.optim.ShardContents)",
-            updates(),
-            _sees_others,
-            (long, *late, large),
-        ),
-        Law(
-            "a skipped update must leave everything as it was, bit for bit",
-            "Let update_skip_if(skip, ...) advance nothing where skip is true and be update where it is not, or leave it out",
-            st.builds(Skips, updates(min_parameters=1), overflow_patterns(max_steps=4, max_world_size=3)),
-            _is_not_skipped,
-            (Skips(long, ((True,), (False,))), Skips(large, ((True,),))),
-        ),
-        Law(
-            "an update of 16-bit numbers must be that of the same numbers in fp32, rounded at the end",
-            "Let nothing depend on how many elements are updated at a time, nor on memory that an earlier update had",
-            updates(min_parameters=1),
-            _is_not_widened,
-            (large,),
-        ),
-        Law(
-            "one call for several buffers must be their updates one by one, bit for bit",
-            "Let `several` write each parameter in place and give every buffer's own state, empty ones' too, or leave it out",
-            several_updates(),
-            _several_differ,
-            ([long, replace(long, num_updates=3)], [large, replace(long, num_updates=1)]),
-        ),
-    )
-
-
-def capture_laws(num_updates: int = LONG_RUN) -> tuple[Law[Make, Any], ...]:
-    """The additional laws for a step that is compiled as one graph."""
-    long = _long(num_updates)
-    return (
-        Law(
-            "an update must not read the values of tensors, for a captured step has none",
-            "Choose with torch.where; no if or float() of a tensor, no .item()",
-            updates(),
-            _reads,
-            (long,),
-        ),
-    )
-
-
-def rate_law(num_updates: int = LONG_RUN) -> Law[Callable[[Any], Transform], Updates]:
-    """The law for a function of the learning rate in a step that is compiled as one graph."""
-    long = _long(num_updates)
-    return Law(
-        "a learning rate in a 0-d tensor must be data, for a captured step has no other",
-        "Compute with the tensor itself, inside update: no float(lr), no lr.item(), nothing derived from it outside",
-        updates(min_parameters=1),
-        _freezes_rate,
-        (long,),
-    )

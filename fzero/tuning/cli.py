@@ -12,16 +12,17 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fzero import ConfigError
-from fzero.cli.plan_profile import nbytes as bytes_of, positive, told
+from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, told
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
 from fzero.estimation.compare import Keys
@@ -29,7 +30,7 @@ from fzero.estimation.fit_search import Setting
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
 from fzero.tuning.report import Row, Tuned
-from fzero.tuning.runs import Result, Results, Runs, Script, mapped
+from fzero.tuning.runs import Results, Runs, Script, mapped
 from fzero.tuning.search import Point, Strategy, next_trial
 from fzero.tuning.space import STAGES, Candidate, Kind
 
@@ -49,15 +50,14 @@ the timed steps. It is started again for each run: let it write to a separate fo
 
 def flags() -> argparse.ArgumentParser:
     """The flags of `fzero tune` itself; they precede the script, mixed with those of the launcher."""
-    made = argparse.ArgumentParser(prog="fzero tune", add_help=False, allow_abbrev=False)
+    usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    made = parser_of("tune", TUNE, EXAMPLES, usage=usage, add_help=False, allow_abbrev=False)
     made.add_argument("--memory", type=bytes_of, metavar="BYTES", help="limit of a rank (default: available memory)")
-    made.add_argument(
-        "--time_limit", type=positive, default=300.0, metavar="S", help="seconds of one run (default 300)"
-    )
+    seconds = "seconds of one run (default 300)"
+    made.add_argument("--time_limit", type=positive, default=300.0, metavar="S", help=seconds)
     made.add_argument("--stages", type=_stages, default=STAGES, metavar="0,1,…", help="stages to try (default all)")
-    made.add_argument(
-        "--offload", choices=("host", "nvme"), help="also try offload to it; otherwise only if nothing fits"
-    )
+    memories = "also try offload to it; otherwise only if nothing fits"
+    made.add_argument("--offload", choices=("host", "nvme"), help=memories)
     made.add_argument("--nvme", metavar="PATH", help="a folder on a local disk, for --offload nvme")
     made.add_argument("--out", metavar="FILE", help="the best configuration (default: best.json in results_dir)")
     made.add_argument("--overwrite", action="store_true", help="discard results and measure again")
@@ -75,11 +75,11 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
     """`fzero tune`, and `fzero run --autotuning`; `then_run` starts the script with the best configuration."""
     own, both = flags(), launch.parser()
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help(own))
+        print(own.format_help())
         return 0 if arguments else 2
     for action in own._actions:
         both._add_action(action)
-    both.prog, both.usage = "fzero tune", "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
+    both.prog, both.usage = own.prog, own.usage
     given = both.parse_args(arguments)
     before = arguments[: len(arguments) - len(given.args) - 1]
     _, launcher = own.parse_known_args([word for word in before if word != "--"])
@@ -99,9 +99,7 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
         return 130
     if code or outcome[0].best is None:
         return code or 1
-    if then_run:
-        return launch.main(shlex.split(outcome[0].use)[1:])
-    return 0
+    return launch.main(shlex.split(outcome[0].use)[1:]) if then_run else 0
 
 
 def run(arguments: list[str]) -> int:
@@ -116,37 +114,17 @@ def run(arguments: list[str]) -> int:
     return tune([*rest, given.script, *given.args], then_run=given.autotuning == "run")
 
 
-def _help(own: argparse.ArgumentParser) -> str:
-    own.usage = "fzero tune [flags] [flags of fzero run] script.py [args of the script …]"
-    own.description, own.epilog = TUNE, EXAMPLES
-    own.formatter_class = argparse.RawDescriptionHelpFormatter
-    return own.format_help()
-
-
-# --- the search --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """One call of `fzero tune`.
-
-    Attributes:
-        script: the tuned script.
-        keys: its configuration, as in the file.
-        settings: the block `autotuning`.
-        request: the request to the ranks; the mode varies.
-        time_limit: seconds of one run.
-        out: the file of the best configuration.
-        overwrite: whether to discard earlier results.
-    """
+    """One call of `fzero tune`."""
 
     script: Script
-    keys: Keys
+    keys: Keys  # its configuration, as in the file
     settings: Autotuning
-    request: Request
-    time_limit: float
-    out: Path
-    overwrite: bool
+    request: Request  # to the ranks; the mode varies
+    time_limit: float  # seconds of one run
+    out: Path  # the file of the best configuration
+    overwrite: bool  # whether to discard earlier results
 
     @classmethod
     def of(cls, given: argparse.Namespace, script: Script) -> Tuning:
@@ -172,8 +150,7 @@ class Tuning:
         runs = Runs(self.script, Path(self.settings.exps_dir), self.settings.arg_mappings, self.time_limit)
         results = Results(Path(self.settings.results_dir), overwrite=self.overwrite)
         with _shown() as show:
-            tuned = self._described(runs, results, show)
-            tuned = self._search(tuned, runs, results, show)
+            tuned = self._search(self._described(runs, results, show), runs, results, show)
         return self._written(tuned)
 
     def _check_out(self) -> None:
@@ -200,9 +177,7 @@ class Tuning:
             if described is not None:
                 results.add(described)
                 return self._planned(described)
-            if not error.startswith(
-                ("out of memory", "no result")
-            ):  # after these, the script may still get as far as its model
+            if not error.startswith(("out of memory", "no result")):  # after these, the script may still make its model
                 break
         raise ConfigError(
             f"{self.script.path}: cannot be planned, because it {error}; run it alone first: "
@@ -214,11 +189,10 @@ class Tuning:
         rows = []
         for one in described["candidates"]:
             candidate = Candidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
-            nbytes = one["nbytes"].get("device", 0)
-            nbytes += one["nbytes"].get("host", 0) if described["device"] == "cpu" else 0
-            why = one["refused"]
-            if not why and not one["fits"]:
-                why = f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
+            nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)
+            too_large = "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
+            why = one["refused"] or too_large
             rows.append(Row(candidate, nbytes, one["seconds"], one["flops"], why))
         notes = [described["note"]] if described["note"] else []
         if rows[0].candidate.micro is None:
@@ -234,48 +208,36 @@ class Tuning:
         possible = [n for n, row in enumerate(rows) if not row.refused]
         if not possible:
             least = min(rows, key=lambda row: (not row.nbytes, row.nbytes))
-            raise ConfigError(
-                f"nothing fits: {least.candidate.name}: {least.refused}; pass more --memory, ranks, or --nvme PATH"
-            )
-        points = [self._point(tuned, rows[n]) for n in possible]
-        strategy, short = self._strategy(len(possible)), frozenset[int]()
+            what = f"{least.candidate.name}: {least.refused}"
+            raise ConfigError(f"nothing fits: {what}; pass more --memory, ranks, or --nvme PATH")
+        costs_by_plan = (max(tuned.cost_of(rows[n], rows[n].predicted), 1e-12) for n in possible)
+        points = [Point(rows[n].candidate.features, cost, rows[n].nbytes) for n, cost in zip(possible, costs_by_plan)]
+        kind, most = self.settings.tuner_type, self.settings.tuner_num_trials
+        most = (max(5, len(possible) // 3) if kind == "model_based" else 50) if most is None else most
+        strategy, short = Strategy(kind, most, self.settings.tuner_early_stopping), frozenset[int]()
         costs: dict[int, float | None] = {}
         while (index := next_trial(points, costs, strategy, out_of_memory=short)) is not None:
             row = rows[possible[index]]
-            known = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
-            if known is None:
-                show(f"run {len(costs) + 1}: {row.candidate.name}", len(costs), min(strategy.num_trials, len(possible)))
-            result = known or self._measured(row.candidate, tuned.memory, runs, results)
-            row = replace(row, result=result, trial=len(costs), is_known=known is not None)
-            rows[possible[index]] = row
+            result = results.find(runs.key(row.candidate.keys, self.request), self.time_limit)
+            if result is None:
+                name = row.candidate.name
+                show(f"run {len(costs) + 1}: {name}", len(costs), min(strategy.num_trials, len(possible)))
+                result = runs.measure(name, row.candidate.keys, self.request, memory=tuned.memory)
+                results.add(result.as_dict())
+            rows[possible[index]] = row = replace(row, result=result, trial=len(costs))
             costs[index] = tuned.cost(row)
             short |= {index} if result.out_of_memory else set()
         return replace(tuned, rows=tuple(rows))
 
-    def _strategy(self, num_candidates: int) -> Strategy:
-        settings = self.settings
-        most = settings.tuner_num_trials
-        if most is None:
-            most = max(5, num_candidates // 3) if settings.tuner_type == "model_based" else 50
-        return Strategy(settings.tuner_type, most, settings.tuner_early_stopping)
-
-    def _point(self, tuned: Tuned, row: Row) -> Point:
-        return Point(row.candidate.features, max(tuned.cost_of(row, row.predicted), 1e-12), row.nbytes)
-
-    def _measured(self, candidate: Candidate, memory: float, runs: Runs, results: Results) -> Result:
-        result = runs.measure(candidate.name, candidate.keys, self.request, memory=memory)
-        results.add(result.as_dict())
-        return result
-
     def _written(self, tuned: Tuned) -> Tuned:
         """Writes the best configuration and the picture; adds the command that uses it."""
-        best = tuned.best
+        best, notes = tuned.best, [*tuned.notes]
         if best is None:
-            return replace(tuned, notes=(*tuned.notes, "every run failed: there is no best configuration"))
-        sizes = sorted({row.candidate.micro or 0 for row in tuned.rows})
-        if len(sizes) > 1 and best.candidate.micro == sizes[-1]:
-            note = "the best micro-batch is the largest tried: raise autotuning.num_tuning_micro_batch_sizes for larger ones"
-            tuned = replace(tuned, notes=(*tuned.notes, note))
+            return replace(tuned, notes=(*notes, "every run failed: there is no best configuration"))
+        sizes = {row.candidate.micro or 0 for row in tuned.rows}
+        if len(sizes) > 1 and best.candidate.micro == max(sizes):
+            what = "the best micro-batch is the largest tried"
+            notes.append(f"{what}: raise autotuning.num_tuning_micro_batch_sizes for larger ones")
         keys = changed(best.candidate.keys, {"autotuning": None})
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(keys, indent=2) + "\n")
@@ -285,33 +247,24 @@ class Tuning:
         tuned = replace(tuned, use=f"fzero {shlex.join(words)}")
         try:
             tuned.draw().savefig(picture, dpi=120)
+            notes.append(f"picture: {picture}")
         except ImportError:
-            return replace(tuned, notes=(*tuned.notes, "no picture: matplotlib is not installed"))
-        return replace(tuned, notes=(*tuned.notes, f"picture: {picture}"))
+            notes.append("no picture: matplotlib is not installed")
+        return replace(tuned, notes=tuple(notes))
 
 
-# --- progress ----------------------------------------------------------------------------------------------------
-
-
-class _Show(Protocol):
-    def __call__(self, what: str, done: int, most: int) -> None: ...
+_Show = Callable[[str, int, int], None]  # (what, number of runs before it, the most runs)
 
 
 @contextmanager
-def _shown() -> Any:
+def _shown() -> Iterator[_Show]:
     """Shows on stderr the current run and the time left; prints one line per run if stderr is no terminal."""
     console = Console(stderr=True, highlight=False)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(20),
-        TextColumn("{task.fields[left]}"),
-        TimeElapsedColumn(),
-    )
+    told, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+    columns = SpinnerColumn(), told, BarColumn(20), left, TimeElapsedColumn()
     began = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=1, left="")
-
         num_ended = -1  # runs; each is shown at its start, and known results take no time
 
         def show(what: str, done: int, most: int) -> None:

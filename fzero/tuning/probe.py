@@ -15,7 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -47,26 +47,16 @@ VARIABLE = "FZERO_TUNE"
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """The command's request to the ranks.
-
-    Attributes:
-        mode: plan all candidates; plan them without a batch, once the model exists; or time steps.
-        out: the file that rank 0 writes.
-        memory: bytes that a rank may use; None is the machine's memory, without an enforced limit.
-        start, end: the first and the last timed step, from 1.
-        keys: the script's configuration, as in the file.
-        stages, offload, nvme_path: the choices of candidates (`fzero.tuning.space.candidates`); if nothing fits, more offload
-            is tried.
-    """
+    """The command's request to the ranks: plan all candidates, also without a batch once the model exists, or time steps."""
 
     mode: Literal["describe", "describe without a batch", "measure"]
-    out: str
-    memory: float | None = None
-    start: int = 3
-    end: int = 5
-    keys: Keys | None = None
+    out: str  # the file that rank 0 writes
+    memory: float | None = None  # bytes that a rank may use; None is the machine's memory, without an enforced limit
+    start: int = 3  # the first timed step, from 1
+    end: int = 5  # the last one
+    keys: Keys | None = None  # the script's configuration, as in the file
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    offload: tuple[Kind, ...] = ("device",)
+    offload: tuple[Kind, ...] = ("device",)  # if nothing fits, more offload is tried
     nvme_path: str | None = None
 
     def as_text(self) -> str:
@@ -87,14 +77,9 @@ class Probe:
     """Observes the steps of one rank, and ends the process once it has its result."""
 
     def __init__(
-        self,
-        request: Request,
-        axis: ProcessAxis,
-        model: nn.Module,
-        cfg: Config,
-        loss_fn: LossFn | None,
+        self, request: Request, axis: ProcessAxis, model: nn.Module, cfg: Config, loss_fn: LossFn | None,
         device: torch.device,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._request, self._axis, self._cfg, self._loss_fn, self._device = request, axis, cfg, loss_fn, device
         self._num_begun, self._num_samples = 0, cfg.batch_sizes(axis.size).train
         self._times: list[float] = []  # the start of each timed step, and the end of the last
@@ -116,10 +101,14 @@ class Probe:
         """
         if self._request.mode == "describe":
             self._describe(batch, is_call=is_call)
-        if is_call:  # the step itself checks its full batch
-            self._check_rows(batch)
+        micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
+        # The step itself checks its full batch. Some tensors of a call, such as positions, may have another leading dimension.
+        if is_call and micro is not None and rows and micro not in rows:
+            fix = "build batches by the configuration, all of one size"
+            raise ValueError(f"the script's batch has {rows[0]} rows, not {micro}: {fix}")
         if self._num_samples is None:
-            self._num_samples = _num_samples(batch) * self._axis.size * (self._num_micro_steps if is_call else 1)
+            num_micro_steps = self._cfg.batch_sizes(self._axis.size).num_micro_steps if is_call else 1
+            self._num_samples = _num_samples(batch) * self._axis.size * num_micro_steps
 
     def begins(self) -> None:
         """Called at the start of a step."""
@@ -141,23 +130,8 @@ class Probe:
             nbytes = max(collectives.exchange(self._peak(), self._axis))
             self._end({"seconds": self._seconds(), "samples": self._num_samples, "nbytes": nbytes})
 
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _check_rows(self, batch: Any) -> None:
-        """The leading dimension of some tensor must be the micro-batch; others, such as positions, may have any."""
-        micro, rows = self._cfg.batch_sizes(self._axis.size).micro, _leading(batch)
-        if micro is not None and rows and micro not in rows:
-            raise ValueError(
-                f"the script's batch has {rows[0]} rows, not {micro}: build batches by the configuration, all of one size"
-            )
-
-    @property
-    def _num_micro_steps(self) -> int:
-        return self._cfg.batch_sizes(self._axis.size).num_micro_steps
-
     def _seconds(self) -> float:
-        """The time of a step: on CUDA the mean, because the host does not see single steps end; else the median, which is less
-        sensitive to other load."""
+        """The time of a step: on CUDA the mean, because the host sees no single step end; else the median, against other load."""
         steps = [after - before for before, after in pairwise(self._times)]
         return sum(steps) / len(steps) if self._device.type == "cuda" else median(steps)
 
@@ -194,11 +168,12 @@ class Probe:
     def _describe(self, batch: Any, *, is_call: bool) -> NoReturn:
         """Plans all candidates on rank 0 and ends the job. *Collective:* every rank."""
         request, world_size = self._request, self._axis.size
-        machine = measured_machine(self._axis, self._device)
+        self._meet()  # so that all ranks measure together
+        rates = collectives.exchange(asdict(rates_of_rank(self._axis, self._device)), self._axis)
+        machine = mean_rates([MeasuredRates(**of_rank) for of_rank in rates]).machine
         described: dict[str, Any] = {}
         if self._axis.rank == 0:
-            memory = _memory(self._device)
-            limit = request.memory or memory
+            limit = request.memory or _memory(self._device)
             plans, note = self._planned(batch, machine, is_call=is_call, limit=limit)
             described = {
                 "world_size": world_size,
@@ -217,7 +192,8 @@ class Probe:
         request = self._request
         assert request.keys is not None
         keys, settings = request.keys, autotuning(request.keys)
-        _, micro, steps = self._cfg.batch_sizes(self._axis.size)
+        world_size = self._axis.size
+        _, micro, steps = self._cfg.batch_sizes(world_size)
         if "train_micro_batch_size_per_gpu" in settings.arg_mappings:
             keys = changed(keys, batch_keys(keys, micro, steps))
         plans: list[Planned] = []
@@ -227,12 +203,7 @@ class Probe:
             for offload in dict.fromkeys((request.offload, (*dict.fromkeys((*request.offload, *more)),))):
                 if not any(self._fits(one, limit) for one in plans):
                     space = candidates(
-                        keys,
-                        settings,
-                        self._axis.size,
-                        stages=request.stages,
-                        offload=offload,
-                        nvme_path=request.nvme_path,
+                        keys, settings, world_size, stages=request.stages, offload=offload, nvme_path=request.nvme_path
                     )
                     known = {one.candidate.name for one in plans}
                     plans += [planner.planned(one) for one in space if one.name not in known]
@@ -242,32 +213,25 @@ class Probe:
         self, keys: Keys, machine: MachineModel, batch: Any, *, is_call: bool, steps: int
     ) -> tuple[Planner, str]:
         """A planner, and a note if it cannot count activations."""
-        request, note = self._request, "no batch was seen: activations are not counted"
+        sample, note = None, "no batch was seen: activations are not counted"
         device: Device = "cpu" if self._device.type == "cpu" else "cuda"
         planned_keys = _plannable(self._cfg, keys)
         if batch is not None:
-            seen = _Seen(batch, is_call=is_call, num_micro_steps=1 if is_call else steps)
+            made = _sampler(batch, num_micro_steps=1 if is_call else steps)
             try:
-                trace_activations(self._model, planned_keys, seen.sample(None), device=device)
+                trace_activations(self._model, planned_keys, made(None), device=device)
+                sample, note = made, ""
             except Exception as error:  # the script's own code may fail on fake tensors
-                note = (
-                    f"activations are not counted: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-                )
-            else:
-                note = ""
-        sample = None if note else seen.sample
-        made = Planner(
-            self._model, planned_keys, self._axis.size, machine, sample=sample, nvme_path=request.nvme_path,
-            device=device,
-        )  # fmt: skip
-        return made, note
+                note = f"activations are not counted: {(str(error) or type(error).__name__).splitlines()[0]}"
+        how: dict[str, Any] = {"device": device, "sample": sample, "nvme_path": self._request.nvme_path}
+        return Planner(self._model, planned_keys, self._axis.size, machine, **how), note
 
     def _fits(self, one: Planned, limit: float) -> bool:
         """Whether a plan fits into `limit` bytes; on the CPU, host memory is the device's memory."""
-        host = one.nbytes.get("host", 0)
-        if self._device.type == "cpu":
-            return not one.refused and one.nbytes["device"] + host <= limit
-        return not one.refused and one.nbytes["device"] <= limit and host <= _host_memory()
+        if one.refused:
+            return False
+        here, host = one.nbytes["device"], one.nbytes["host"]
+        return here + host <= limit if self._device.type == "cpu" else here <= limit and host <= _host_memory()
 
 
 def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, device: torch.device) -> Probe | None:
@@ -278,33 +242,22 @@ def probe_of(axis: Any, model: nn.Module, cfg: Config, loss_fn: LossFn | None, d
     return Probe(request, axis, model, cfg, loss_fn, device)
 
 
-def measured_machine(axis: ProcessAxis, device: torch.device) -> MachineModel:
-    """The mean rates of ranks that measure at the same time; `MachineModel`'s defaults for the rest. *Collective.*"""
-    collectives.exchange(None, axis)  # a barrier, so that all ranks start together
-    return mean_rates(
-        [MeasuredRates(**rates) for rates in collectives.exchange(asdict(rates_of_rank(axis, device)), axis)]
-    ).machine
+def _sampler(batch: Any, *, num_micro_steps: int) -> Callable[[int | None], Any]:
+    """Makes the script's batch with another number of samples (None: its own), on `meta`; other tensors keep their shape."""
+    if isinstance(batch, Iterator):
+        batch, num_micro_steps = next(batch), 1
+    on_meta, num_samples = map_tensors(lambda x: x.to("meta"), batch), _num_samples(batch)
 
-
-class _Seen:
-    """The script's batch, from which batches of other sizes are made, on `meta`."""
-
-    def __init__(self, batch: Any, *, is_call: bool, num_micro_steps: int) -> None:
-        if isinstance(batch, Iterator):
-            batch, num_micro_steps = next(batch), 1
-        self._batch, self._is_call = map_tensors(lambda x: x.to("meta"), batch), is_call
-        self._rows = _num_samples(batch)
-        self._own = max(1, self._rows // num_micro_steps)
-
-    def sample(self, micro: int | None) -> Any:
-        """The batch with `micro` samples (None: its own number); tensors without a sample dimension keep their shape."""
-        rows = self._own if micro is None else micro
+    def sample(micro: int | None) -> Any:
+        rows = max(1, num_samples // num_micro_steps) if micro is None else micro
 
         def resized(x: Tensor) -> Tensor:
-            is_of_samples = x.ndim > 0 and x.shape[0] == self._rows
+            is_of_samples = x.ndim > 0 and x.shape[0] == num_samples
             return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device="meta") if is_of_samples else x
 
-        return (map_tensors(resized, self._batch),)
+        return (map_tensors(resized, on_meta),)
+
+    return sample
 
 
 def _num_samples(batch: Any) -> int:
@@ -328,33 +281,30 @@ def _giving_loss(model: nn.Module, loss_fn: LossFn | None, *, is_call: bool) -> 
     """
     is_inside = False
 
-    def replaced(_: str, module: nn.Module) -> Callable[..., Any]:
-        own = module.forward
+    own = model.forward
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            nonlocal is_inside
-            if is_inside:
-                return own(*args, **kwargs)
-            is_inside = True
-            try:
-                return _loss(own, module, args[0])
-            finally:
-                is_inside = False
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return own(*args, **kwargs)
+        is_inside = True
+        try:
+            return loss(args[0])
+        finally:
+            is_inside = False
 
-        return forward
-
-    def _loss(own: Callable[..., Any], module: nn.Module, batch: Any) -> Any:
+    def loss(batch: Any) -> Any:
         if is_call:
             inputs, kwargs = batch
             return _summed(own(*inputs, **kwargs))
         if loss_fn is not None:
-            loss = loss_fn(module, batch)
-            return loss[0] if isinstance(loss, tuple) else loss
+            found = loss_fn(model, batch)
+            return found[0] if isinstance(found, tuple) else found
         if isinstance(batch, Mapping):
             return own(**batch)
         return own(*batch) if isinstance(batch, tuple | list) else own(batch)
 
-    with replaced_forwards(model, [""], replaced):
+    with replaced_forwards(model, [""], lambda name, module: forward):
         yield
 
 
@@ -369,13 +319,11 @@ def _summed(outputs: Any) -> Any:
 
 def _on_meta(model: nn.Module) -> nn.Module:
     """A copy on `meta`, made before an engine replaces the model's parameters."""
-    params: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
-        for param in model.parameters()
-    }
-    buffers: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    made: dict[int, Any] = {id(buffer): buffer.detach().to("meta") for buffer in model.buffers()}
+    for param in model.parameters():
+        made[id(param)] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
     try:
-        return copy.deepcopy(model, params | buffers)
+        return copy.deepcopy(model, made)
     except Exception:  # a module may hold objects without copies: a lock, a generator, a process group
         return model
 
@@ -383,21 +331,15 @@ def _on_meta(model: nn.Module) -> nn.Module:
 def _plannable(cfg: Config, keys: Keys) -> Keys:
     """The step's configuration, whose optimizer may be the script's; the file's if the step's cannot be written as JSON."""
     made = keys_of(cfg)
-    try:
+    with suppress(ValueError, TypeError):
         Config.load(json.loads(json.dumps(made)))
-    except (ValueError, TypeError):
-        return keys
-    return made
-
-
-# --- memory ------------------------------------------------------------------------------------------------------
+        return made
+    return keys
 
 
 def _memory(device: torch.device) -> float:
     """Bytes that this rank may use: free memory of its GPU, or available memory of this host / ranks on it."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return _host_memory()
+    return float(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else _host_memory()
 
 
 def _host_memory() -> float:

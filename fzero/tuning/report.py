@@ -22,66 +22,50 @@ UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One candidate: its plan, and its measurement if there is one.
-
-    Attributes:
-        candidate: the configuration.
-        nbytes: planned bytes of one rank.
-        predicted: planned seconds of a step.
-        flops: operations of a step on one rank, without recomputation; 0 if they are not counted.
-        refused: why it is not possible or does not fit; then it is not measured.
-        result: of its run.
-        trial: the number of candidates measured before it; None if it was not measured.
-        is_known: whether an earlier command measured it.
-    """
+    """One candidate: its plan, and its measurement if there is one."""
 
     candidate: Candidate
-    nbytes: int = 0
-    predicted: float = 0.0
-    flops: int = 0
-    refused: str = ""
+    nbytes: int = 0  # planned, of one rank
+    predicted: float = 0.0  # planned seconds of a step
+    flops: int = 0  # of a step on one rank, without recomputation; 0 if they are not counted
+    refused: str = ""  # why it is not possible or does not fit; then it is not measured
     result: Result | None = None
-    trial: int | None = None
-    is_known: bool = False
+    trial: int | None = None  # the number of candidates measured before it; None if it was not measured
 
     @property
     def seconds(self) -> float | None:
         """Measured seconds of a step."""
         return self.result.seconds if self.result else None
 
+    @property
+    def reason(self) -> str:
+        """Why it is not possible, or why its run failed."""
+        return self.refused or (self.result.error if self.result else "")
+
     def samples(self, world_size: int) -> int:
         """Samples of all ranks in a step; 1 if unknown."""
         planned = (self.candidate.micro or 0) * self.candidate.num_micro_steps * world_size
         return planned or (self.result.samples if self.result else 0) or 1
 
-    def score(self, seconds: float, metric: Metric, world_size: int) -> float:
-        """The metric, in its unit."""
-        if metric == "latency":
-            return seconds
-        if metric == "flops":
-            return self.flops * world_size / seconds / 1e9
-        return self.samples(world_size) / seconds
-
 
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """All candidates. `print(tuned)` shows the table.
+    """All candidates. `print(tuned)` shows the table."""
 
-    Attributes:
-        rows: in the order of the search space; the first is the configuration that the script was given.
-        metric: the optimized metric.
-        world_size: number of ranks.
-        memory: bytes that a rank may use.
-        notes: remarks below the table.
-        use: the command that uses the best configuration.
-    """
-
-    rows: tuple[Row, ...]
-    metric: Metric
+    rows: tuple[Row, ...]  # in the order of the search space; the first is the configuration that the script was given
+    metric: Metric  # the optimized one
     world_size: int
-    memory: float
-    notes: tuple[str, ...] = ()
-    use: str = field(default="", repr=False)
+    memory: float  # bytes that a rank may use
+    notes: tuple[str, ...] = ()  # below the table
+    use: str = field(default="", repr=False)  # the command that uses the best configuration
+
+    def score(self, row: Row) -> float | None:
+        """The metric of a measured candidate, in its unit."""
+        if row.seconds is None or self.metric == "latency":
+            return row.seconds
+        if self.metric == "flops":
+            return row.flops * self.world_size / row.seconds / 1e9
+        return row.samples(self.world_size) / row.seconds
 
     def cost(self, row: Row) -> float | None:
         """The cost that the search minimizes."""
@@ -100,10 +84,9 @@ class Tuned:
     @property
     def gain(self) -> float | None:
         """The improvement of the best over the given configuration, as a factor."""
-        best, given = self.best, self.rows[0]
-        if best is None or given.seconds is None:
-            return None
-        return (self.cost(given) or 0.0) / (self.cost(best) or 1.0)
+        given = self.cost(self.rows[0])
+        best = None if self.best is None else self.cost(self.best)
+        return None if given is None or best is None else given / (best or 1.0)
 
     def as_dict(self) -> dict[str, Any]:
         """The numbers as JSON types."""
@@ -126,56 +109,54 @@ class Tuned:
             "given": row.candidate.is_given,
             "planned": {"nbytes": row.nbytes, "seconds": row.predicted},
             "seconds": row.seconds,
-            "score": None if row.seconds is None else row.score(row.seconds, self.metric, self.world_size),
+            "score": self.score(row),
             "nbytes": result.nbytes if result and row.seconds else None,
             "trial": row.trial,
-            "reason": row.refused or (result.error if result else ""),
+            "reason": row.reason,
         }
 
     def __rich__(self) -> Group:
-        return _report(self)
+        scale, unit = scale_of(max((row.nbytes for row in self.rows), default=1) or 1)
+        title = f"{self.metric} on {self.world_size} ranks, {shown(self.memory, scale)} {unit} each"
+        table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
+        table.add_column("", no_wrap=True)
+        table.add_column("candidate", min_width=24)
+        for name in ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[self.metric]):
+            table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
+        table.add_column("")
+        for row in _ordered(self):
+            table.add_row(*_cells(self, row, scale))
+        conclusion = [] if self.best is None else [_conclusion(self, self.best)]
+        return Group(table, "", *self.notes, *conclusion, *(["", self.use] if self.use else []))
 
     def __str__(self) -> str:
         return as_text(self)
 
     def draw(self) -> Figure:
         """A picture of the candidates' measurements, and of the best score over the trials."""
-        return _draw(self)
+        from matplotlib.figure import Figure
 
-
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
-def _report(tuned: Tuned) -> Group:
-    scale, unit = scale_of(max((row.nbytes for row in tuned.rows), default=1) or 1)
-    title = f"{tuned.metric} on {tuned.world_size} ranks, {shown(tuned.memory, scale)} {unit} each"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
-    table.add_column("candidate", min_width=24)
-    heads = ("run", f"planned, {unit}", "s/step", f"took, {unit}", "s/step", UNITS[tuned.metric])
-    for name in heads:
-        table.add_column(name, justify="right", no_wrap=True, min_width=len(name))
-    table.add_column("")
-    for row in _ordered(tuned):
-        table.add_row(*_cells(tuned, row, scale))
-    lines = list(tuned.notes)
-    if tuned.best is not None:
-        lines.append(_conclusion(tuned))
-    if tuned.use:
-        lines += ["", tuned.use]
-    return Group(table, "", *lines)
+        rows = _ordered(self)[::-1]
+        figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
+        left, right = figure.subplots(1, 2, width_ratios=(3, 2))
+        scores = [self.score(row) or 0.0 for row in rows]
+        left.barh(range(len(rows)), scores, color=["C2" if row is self.best else "C0" for row in rows])
+        for y, (row, score) in enumerate(zip(rows, scores)):
+            left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
+        left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
+        left.set(xlabel=UNITS[self.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
+        trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
+        _draw_trials(right, self, trials)
+        return figure
 
 
 def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
-    best, result = tuned.best, row.result
-    is_best = best is not None and row.candidate.name == best.candidate.name
     measured = ["", "", ""]
-    if row.seconds is not None and result is not None:
-        score = row.score(row.seconds, tuned.metric, tuned.world_size)
-        measured = [shown(result.nbytes, scale), f"{row.seconds:.3g}", f"{score:.4g}"]
-    why = row.refused or (result.error if result else "") or ("as given" if row.candidate.is_given else "")
+    if row.result is not None and row.seconds is not None:
+        measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{tuned.score(row):.4g}"]
+    why = row.reason or ("as given" if row.candidate.is_given else "")
     return [
-        "→" if is_best else "",
+        "→" if tuned.best is not None and row.candidate.name == tuned.best.candidate.name else "",
         row.candidate.name,
         "" if row.trial is None else str(row.trial + 1),
         shown(row.nbytes, scale) if row.nbytes else "",
@@ -199,33 +180,12 @@ def _ordered(tuned: Tuned) -> list[Row]:
     return sorted(tuned.rows, key=rank)
 
 
-def _conclusion(tuned: Tuned) -> str:
-    best, num_runs = tuned.best, sum(row.trial is not None for row in tuned.rows)
-    assert best is not None
+def _conclusion(tuned: Tuned, best: Row) -> str:
+    num_runs = sum(row.trial is not None for row in tuned.rows)
     text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
     if best.candidate.is_given:
         return f"{text}, the given configuration"
     return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
-
-
-# --- the picture -------------------------------------------------------------------------------------------------
-
-
-def _draw(tuned: Tuned) -> Figure:
-    from matplotlib.figure import Figure
-
-    rows = _ordered(tuned)[::-1]
-    figure = Figure(figsize=(12, 2 + 0.22 * len(rows)), layout="constrained")
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    scores = [r.score(r.seconds, tuned.metric, tuned.world_size) if r.seconds else 0.0 for r in rows]
-    left.barh(range(len(rows)), scores, color=["C2" if row is tuned.best else "C0" for row in rows])
-    for y, (row, score) in enumerate(zip(rows, scores)):
-        left.text(score, y, f" {_mark(row)}", va="center", fontsize="x-small", color="0.3")
-    left.set_yticks(range(len(rows)), [row.candidate.name for row in rows], fontsize="x-small")
-    left.set(xlabel=UNITS[tuned.metric], title="candidates: measured, failed, not tried, pruned", xmargin=0.2)
-    trials = sorted((row for row in rows if row.trial is not None), key=lambda row: row.trial or 0)
-    _draw_trials(right, tuned, trials)
-    return figure
 
 
 def _mark(row: Row) -> str:
@@ -239,14 +199,13 @@ def _mark(row: Row) -> str:
 def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[Row]) -> None:
     good = [row for row in trials if row.seconds is not None]
     xs = [(row.trial or 0) + 1 for row in good]
-    ys = [row.score(row.seconds or 1.0, tuned.metric, tuned.world_size) for row in good]
+    ys = [tuned.score(row) or 0.0 for row in good]
     better = min if tuned.metric == "latency" else max
     axes.plot(xs, ys, "o", label="measured")
     axes.step(xs, [better(ys[: n + 1]) for n in range(len(ys))], where="post", color="C2", label="best so far")
     failed = [(row.trial or 0) + 1 for row in trials if row.seconds is None]
     axes.plot(failed, [0.0] * len(failed), "x", color="C3", label="failed")
-    if tuned.rows[0].seconds is not None:
-        given = tuned.rows[0].score(tuned.rows[0].seconds, tuned.metric, tuned.world_size)
+    if (given := tuned.score(tuned.rows[0])) is not None:
         axes.axhline(given, color="0.5", linestyle="--", label="as given")
     axes.set(xlabel="run", ylabel=UNITS[tuned.metric], ylim=(0, None), title="in the order of runs")
     axes.legend(fontsize="small")

@@ -31,14 +31,9 @@ from fzero.tuning.probe import VARIABLE, Request
 
 CONFIG_FLAGS = ("--config", "--deepspeed_config", "--deepspeed", "--ds_config")
 OF_SPACE = (
-    "fast",
-    "num_tuning_micro_batch_sizes",
-    "min_train_micro_batch_size_per_gpu",
-    "max_train_micro_batch_size_per_gpu",
-    "min_train_batch_size",
-    "max_train_batch_size",
-    "arg_mappings",
-)
+    "fast", "num_tuning_micro_batch_sizes", "min_train_micro_batch_size_per_gpu", "max_train_micro_batch_size_per_gpu",
+    "min_train_batch_size", "max_train_batch_size", "arg_mappings",
+)  # fmt: skip
 """Keys of `autotuning` on which the candidates depend; the others control the measurement."""
 SECONDS_TO_END = 15  # from the SIGTERM to the launcher until it is killed
 OUT_OF_MEMORY = re.compile(
@@ -50,27 +45,19 @@ ERROR = re.compile(
 )
 """The first line of an error; the following lines are its message."""
 OF_RANK = re.compile(r"^\[rank \d+\]")
-OF_OTHERS = ("CollectiveError", "ChildFailedError")
-"""Exceptions of ranks that failed only because another rank did."""
+OF_OTHERS = ("CollectiveError", "ChildFailedError")  # exceptions of ranks that failed only because another rank did
 RAISED = re.compile(r"^(?:\s*\[[^]]*\]:?)*\s*(?:[\w.]+\.)?(\w*(?:Error|Exception|Failure)): (.+)$", re.M)
 
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """The tuned command: flags of the launcher, the script, its arguments, and which argument is the configuration.
-
-    Attributes:
-        launcher, args: words before and after the script.
-        path: of the script.
-        flag: the argument whose value is the configuration.
-        index: of that value in `args`, or of the word `FLAG=VALUE`.
-    """
+    """The tuned command: flags of the launcher, the script, its arguments, and which argument is the configuration."""
 
     launcher: tuple[str, ...]
     path: str
     args: tuple[str, ...]
-    flag: str
-    index: int
+    flag: str  # the argument whose value is the configuration
+    index: int  # of that value in `args`, or of the word `FLAG=VALUE`
 
     @classmethod
     def of(cls, launcher: Sequence[str], path: str, args: Sequence[str]) -> Script:
@@ -136,31 +123,18 @@ def mapped(keys: Keys, arg_mappings: Mapping[str, str]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One run.
+    """One run."""
 
-    Attributes:
-        key: of the configuration and the command.
-        name: of the configuration, in words.
-        seconds: of a step; None if the run failed.
-        samples: of all ranks in a step; 0 if unknown.
-        nbytes: the peak bytes of a rank since the step was made.
-        error: why it failed, in a few words.
-        out_of_memory, timed_out: whether memory or time was the reason.
-        time_limit: of the run, in seconds.
-        took: seconds of the full run.
-        config: the measured configuration.
-    """
-
-    key: str
-    name: str
-    seconds: float | None = None
-    samples: int = 0
-    nbytes: int = 0
-    error: str = ""
+    key: str  # of the configuration and the command
+    name: str  # of the configuration, in words
+    seconds: float | None = None  # of a step; None if the run failed
+    samples: int = 0  # of all ranks in a step; 0 if unknown
+    nbytes: int = 0  # the peak of a rank since the step was made
+    error: str = ""  # why it failed, in a few words
     out_of_memory: bool = False
     timed_out: bool = False
-    time_limit: float = 0.0
-    took: float = 0.0
+    time_limit: float = 0.0  # of the run, in seconds
+    took: float = 0.0  # seconds of the full run
     config: Keys | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -224,19 +198,12 @@ class _Ended(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Starts a script with one configuration after the other.
-
-    Attributes:
-        script: the tuned command.
-        folder: of configurations and logs (`exps_dir`).
-        arg_mappings: see `Autotuning`.
-        time_limit: seconds of one run.
-    """
+    """Starts a script with one configuration after the other."""
 
     script: Script
-    folder: Path
-    arg_mappings: Mapping[str, str]
-    time_limit: float
+    folder: Path  # of configurations and logs (`exps_dir`)
+    arg_mappings: Mapping[str, str]  # see `Autotuning`
+    time_limit: float  # seconds of one run
 
     def key(self, keys: Keys, request: Request) -> str:
         return key_of(keys, self.script.words("", mapped(keys, self.arg_mappings)), request)
@@ -247,10 +214,9 @@ class Runs:
         ended = self._run(key, keys, replace(request, memory=request.memory or memory))
         shown = changed(keys, {"autotuning": None})
         result = Result(key, name, time_limit=self.time_limit, took=ended.took, config=shown)
-        if ended.result is None:
+        if (measured := ended.result) is None:
             is_short = ended.error.startswith("out of memory")
             return replace(result, error=ended.error, out_of_memory=is_short, timed_out=ended.timed_out)
-        measured = ended.result
         return replace(result, seconds=measured["seconds"], samples=measured["samples"] or 0, nbytes=measured["nbytes"])
 
     def describe(self, keys: Keys, request: Request) -> tuple[dict[str, Any] | None, str]:
@@ -259,21 +225,18 @@ class Runs:
         ended = self._run(key, keys, request)
         return (None if ended.result is None else {"key": key} | ended.result), ended.error
 
-    def _log(self, key: str) -> Path:
-        return self.folder / f"{key}.log"
-
     def _run(self, key: str, keys: Keys, request: Request) -> _Ended:
         self.folder.mkdir(parents=True, exist_ok=True)
         # Absolute paths, because the script may change its working directory.
-        config, out = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out"))
+        config, out, log = ((self.folder / f"{key}.{end}").resolve() for end in ("json", "out", "log"))
         out.unlink(missing_ok=True)
         keys, folders = _with_own_files(changed(keys, {"autotuning": None}), key)
         config.write_text(json.dumps(keys, indent=2))
         words = self.script.words(str(config), mapped(keys, self.arg_mappings))
         began = time.monotonic()
         try:
-            with self._log(key).open("wb") as log:
-                code = _start(words, replace(request, out=str(out)), log, self.time_limit)
+            with log.open("wb") as written:
+                code = _start(words, replace(request, out=str(out)), written, self.time_limit)
         finally:
             for folder in folders:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -284,7 +247,7 @@ class Runs:
             return _Ended(result, took)
         if code is None:
             return _Ended(None, took, f"no result in {self.time_limit:g} s", timed_out=True)
-        return _Ended(None, took, reason(self._log(key).read_text(errors="replace"), code, request))
+        return _Ended(None, took, reason(log.read_text(errors="replace"), code, request))
 
 
 def _with_own_files(keys: Keys, key: str) -> tuple[Keys, list[Path]]:

@@ -26,50 +26,31 @@ Array = npt.NDArray[np.float64]
 Kind = Literal["model_based", "random", "gridsearch"]
 
 # Standard deviations of logarithms: 0.1 is about 10 % of a cost.
-OFFSET = 2.0
-"""The common error of all predictions: the rates of a machine are known only roughly."""
-SLOPE = 0.5
-"""The relative error of the differences between predictions."""
-EFFECT = 0.3
-"""The error that one feature adds to the prediction."""
-OWN = 0.15
-"""The error of a single point, which is similar for close points."""
-NOISE = 0.03
-"""The error of a measurement."""
-ENOUGH = 0.003
-"""The expected improvement below which the search ends."""
+OFFSET = 2.0  # the common error of all predictions: the rates of a machine are known only roughly
+SLOPE = 0.5  # the relative error of the differences between predictions
+EFFECT = 0.3  # the error that one feature adds to the prediction
+OWN = 0.15  # the error of a single point, which is similar for close points
+NOISE = 0.03  # the error of a measurement
+ENOUGH = 0.003  # the expected improvement below which the search ends
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One configuration, as the search sees it.
+    """One configuration, as the search sees it."""
 
-    Attributes:
-        features: numbers that distinguish it from others, about 1 apart.
-        predicted: its planned cost; positive.
-        nbytes: its planned bytes of memory.
-    """
-
-    features: tuple[float, ...]
-    predicted: float
-    nbytes: float = 0.0
+    features: tuple[float, ...]  # numbers that distinguish it from others, about 1 apart
+    predicted: float  # its planned cost; positive
+    nbytes: float = 0.0  # its planned memory
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """How points are chosen.
+    """How points are chosen."""
 
-    Attributes:
-        kind: see the top of this file.
-        num_trials: the most points that are measured.
-        early_stopping: ends the search after this many measured points in a row without improvement; 0 never does.
-        seed: of `random`.
-    """
-
-    kind: Kind = "model_based"
-    num_trials: int = 50
-    early_stopping: int = 5
-    seed: int = 0
+    kind: Kind = "model_based"  # see the top of this file
+    num_trials: int = 50  # the most points that are measured
+    early_stopping: int = 5  # ends after so many measured points in a row without improvement; 0 never does
+    seed: int = 0  # of `random`
 
 
 def next_trial(
@@ -109,8 +90,6 @@ def believed(points: Sequence[Point], costs: Mapping[int, float | None]) -> tupl
     seen = [index for index, cost in costs.items() if cost is not None]
     predicted = np.log([point.predicted for point in points])
     kernel = _kernel(points, predicted)
-    if not seen:
-        return predicted, np.sqrt(np.diag(kernel))
     residuals = np.log(np.array([float(costs[index] or 0) for index in seen])) - predicted[seen]
     cross = kernel[:, seen]
     weights = np.linalg.solve(kernel[np.ix_(seen, seen)] + NOISE**2 * np.eye(len(seen)), cross.T)
@@ -124,12 +103,8 @@ def _kernel(points: Sequence[Point], predicted: Array) -> Array:
     features -= features.mean(0)  # so that effects do not shift all points together
     slope = predicted - predicted.mean()
     distance = ((features[:, None] - features[None]) ** 2).sum(-1)
-    made: Array = (
-        OFFSET**2
-        + SLOPE**2 * np.outer(slope, slope)
-        + EFFECT**2 * features @ features.T
-        + OWN**2 * np.exp(-distance / 2)
-    )
+    effects = EFFECT**2 * features @ features.T
+    made: Array = OFFSET**2 + SLOPE**2 * np.outer(slope, slope) + effects + OWN**2 * np.exp(-distance / 2)
     return made
 
 
@@ -137,7 +112,7 @@ def _most_promising(points: Sequence[Point], costs: Mapping[int, float | None], 
     mean, deviation = believed(points, costs)
     best = min(math.log(cost) for cost in costs.values() if cost is not None)
     gains = {index: _expected_gain(best - mean[index], deviation[index]) for index in rest}
-    best_index = max(rest, key=lambda index: gains[index])
+    best_index = max(rest, key=gains.__getitem__)
     return best_index if gains[best_index] >= ENOUGH else None
 
 

@@ -1,8 +1,5 @@
 """`candidates`: the configurations that `fzero tune` considers. `Planner`: the plan of each.
 
-    candidates(keys, Autotuning(), world_size=2)      # the given configuration, then all others
-    Planner(model, keys, …).planned(candidate)        # bytes, seconds, or the reason why it is not possible
-
 Candidates differ in stage, micro-batch, activation checkpointing and, on request, in bucket size and placement. The model and
 the batch are the script's, so this code runs in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.
 """
@@ -32,21 +29,13 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One configuration that may be measured.
-
-    Attributes:
-        choice: stage, placements, checkpointing and bucket size.
-        micro, num_micro_steps: samples of a rank in a micro-step (None if the configuration sets no batch), and micro-steps
-            per step.
-        keys: the configuration, as in a file.
-        is_given: whether it is the script's own configuration.
-    """
+    """One configuration that may be measured."""
 
     choice: Setting
-    micro: int | None
+    micro: int | None  # samples of a rank in a micro-step; None if the configuration sets no batch
     num_micro_steps: int
-    keys: Keys
-    is_given: bool = False
+    keys: Keys  # the configuration, as in a file
+    is_given: bool = False  # whether it is the script's own configuration
 
     @property
     def name(self) -> str:
@@ -92,7 +81,6 @@ def candidates(
     stages: Sequence[int] = STAGES,
     offload: Sequence[Kind] = ("device",),
     nvme_path: str | None = None,
-    checkpoints: bool = True,
 ) -> list[Candidate]:
     """The given configuration, then all others.
 
@@ -103,20 +91,19 @@ def candidates(
         stages: the stages to try.
         offload: the kinds of memory that may hold optimizer state and parameters.
         nvme_path: the folder of files.
-        checkpoints: whether to try checkpointing; False keeps the configuration's choice.
 
     Raises:
         ConfigError: the configuration is invalid.
     """
-    given = _given(keys, world_size)
-    every = quietly(keys).activation_checkpointing.every
+    cfg = quietly(keys)
+    _, own_micro, own_steps = cfg.batch_sizes(world_size)
+    given = Candidate(Setting.of(cfg), own_micro, own_steps, keys, is_given=True)
+    every = cfg.activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
-    with_or_without = [False, True] if checkpoints else [given.choice.checkpoints]
     buckets = [False] if settings.fast else [False, True]
     space = [given]
-    for stage, (micro, steps), has, opt, params, small in product(
-        stages, sizes, with_or_without, offload, offload, buckets
-    ):
+    choices = product(stages, sizes, [False, True], offload, offload, buckets)
+    for stage, (micro, steps), has, opt, params, small in choices:
         choice = Setting(stage, opt, params, has, small, given.choice.inputs)
         is_possible = (params == "device" or (stage == 3 and opt != "device")) and (opt == "device" or stage > 0)
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
@@ -124,12 +111,6 @@ def candidates(
             changes.setdefault("activation_checkpointing", {"every": None})
             space.append(Candidate(choice, micro, steps, changed(keys, changes)))
     return space
-
-
-def _given(keys: Keys, world_size: int) -> Candidate:
-    cfg = quietly(keys)
-    _, micro, steps = cfg.batch_sizes(world_size)
-    return Candidate(Setting.of(cfg), micro, steps, keys, is_given=True)
 
 
 def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator[tuple[int | None, int]]:
@@ -145,12 +126,10 @@ def micro_batches(keys: Keys, settings: Autotuning, world_size: int) -> Iterator
     if micro is None or cfg.elasticity.enabled:
         yield micro, steps
         return
-    keeps = cfg.train_batch_size is not None
-    total = micro * steps
-    if keeps:
-        sizes = [size for size in range(1, total + 1) if total % size == 0]
-    else:
-        sizes = sorted({int(micro * 2.0**power) for power in range(-10, 11) if micro * 2.0**power >= 1})
+    keeps, total = cfg.train_batch_size is not None, micro * steps
+    sizes = {size for size in range(1, total + 1) if total % size == 0}
+    if not keeps:
+        sizes = {int(micro * 2.0**power) for power in range(-10, 11) if micro * 2.0**power >= 1}
     least, most = settings.min_train_batch_size or 0, settings.max_train_batch_size or math.inf
     allowed = [
         size
@@ -174,18 +153,10 @@ class Planner:
     """Plans candidates of one model, with the script's batch in every size they need."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        keys: Keys,
-        world_size: int,
-        machine: MachineModel,
-        *,
-        device: Device,
-        sample: Callable[[int | None], Any] | None,
-        nvme_path: str | None = None,
-    ) -> None:
-        """`device` is where the model is. `sample(n)` makes one rank's batch of n samples, None for the script's own number;
-        without `sample`, activations are not counted."""
+        self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, *, device: Device,
+        sample: Callable[[int | None], Any] | None, nvme_path: str | None = None,
+    ) -> None:  # fmt: skip
+        """`sample(n)` makes one rank's batch of n samples (None: the script's own); without it, no activations are counted."""
 
         def search(micro: int | None, steps: int) -> Search:
             batch = sample(micro) if sample else None
@@ -193,7 +164,6 @@ class Planner:
             return Search(model, batched, world_size, machine, nvme_path, batch, device)
 
         self._search = cache(search)
-        self._has_batch = sample is not None
 
     def planned(self, candidate: Candidate) -> Planned:
         """The plan of a candidate; if the model or the configuration does not allow it, `refused` has the reason."""
@@ -216,6 +186,5 @@ def _with_its_limit(candidate: Candidate, rung: Rung) -> Candidate:
     before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters
     if candidate.is_given or not rung.column.note or limit in (None, before):
         return candidate
-    return replace(
-        candidate, keys=changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
-    )
+    keys = changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
+    return replace(candidate, keys=keys)

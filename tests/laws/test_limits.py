@@ -15,7 +15,6 @@ LARGER = {
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
     "fzero.checkpoint.deepspeed.source.DeepSpeedFiles": "the attributes of a checkpoint, all read from DeepSpeed's files",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
-    "fzero.testing.transform_laws.transform_laws": "a table of the laws: one short function for each, all of one transform",
 }
 """Names of what is larger, each with its reason."""
 

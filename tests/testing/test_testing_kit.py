@@ -21,8 +21,7 @@ from fzero.comms.comm_hooks import CommHook, completed
 from fzero.testing import check_collective, check_order, check_transform
 from fzero.testing.collective_laws import COLLECTIVE_LAWS
 from fzero.testing.order_laws import ORDER_LAWS
-from fzero.testing.transform_laws import capture_laws, rate_law, transform_laws
-from fzero.testing.update_examples import Updates
+from fzero.testing.transform_laws import CAPTURE_LAWS, RATE_LAWS, TRANSFORM_LAWS, Updates
 from sharding import FlatLayout, Order, TensorSpec, declaration, round_robin
 
 pytestmark = pytest.mark.property
@@ -250,8 +249,8 @@ def writing(lr: Any) -> Transform:
     return right(update=update)
 
 
-RATE_LAW = rate_law()
-ALL_LAWS = (*transform_laws(), *capture_laws(), RATE_LAW)
+(RATE_LAW,) = RATE_LAWS
+ALL_LAWS = (*TRANSFORM_LAWS, *CAPTURE_LAWS, RATE_LAW)
 PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, READS = (
     law.sentence for law in ALL_LAWS[:-1]
 )
