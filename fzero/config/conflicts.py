@@ -127,10 +127,7 @@ RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
         ),
     ),
     (f"fp16.loss_scale {_SCALE}", _unless(_scales_loss, "no loss is scaled: fp16 is off")),
-    (
-        _SCALE,
-        lambda v: f"the scale is fixed: loss_scale is {v['fp16.loss_scale']}" if v["fp16.loss_scale"] else None,
-    ),
+    (_SCALE, lambda v: f"the scale is fixed: loss_scale is {v['fp16.loss_scale']}" if v["fp16.loss_scale"] else None),
     ("fp16.auto_cast fp16.fp16_master_weights_and_grads", _unless(lambda v: v["fp16.enabled"], "fp16 is off")),
     (
         "bf16.auto_cast bf16.check_grad_overflow bf16.bf16_* bf16.stochastic_rounding b*16.immediate_grad_update",

@@ -65,12 +65,7 @@ class ElasticBatch:
 
 
 def elastic_batch(
-    micro_batches: Sequence[int],
-    *,
-    most: int,
-    min_ranks: int = 1,
-    max_ranks: int = 10_000,
-    prefer_larger: bool = True,
+    micro_batches: Sequence[int], *, most: int, min_ranks: int = 1, max_ranks: int = 10_000, prefer_larger: bool = True
 ) -> ElasticBatch:
     """The batch of at most `most` samples that the most numbers of ranks can train.
 

@@ -8,14 +8,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from torch import Tensor
 
 import fzero.optim as optim

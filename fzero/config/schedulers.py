@@ -6,11 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    Discriminator,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Tag, model_validator
 
 import fzero.optim as optim
 from fzero.config.fields import Beta, Block, Count, Elements, Rate

@@ -191,12 +191,7 @@ def _row_and_column_sums(
 
 
 def _divide_matrices(
-    grad: Tensor,
-    row_var: Tensor,
-    col_var: Tensor,
-    contents: ShardContents,
-    grids: dict[int, Grid],
-    smallest: float,
+    grad: Tensor, row_var: Tensor, col_var: Tensor, contents: ShardContents, grids: dict[int, Grid], smallest: float
 ) -> None:
     """Divides the gradients of matrices by the roots of their second moments, which are products of two vectors."""
     means = {i: grid.all_rows(row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}

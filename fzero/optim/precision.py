@@ -90,11 +90,7 @@ class Precision:
             return Dtypes(param, param, param, kept, kept)
         master = self.master_dtype or (_wide(own) if lowered else own)
         return Dtypes(
-            param,
-            self.reduce_dtype or param,
-            self.grad_accum_dtype or param,
-            master,
-            self.optimizer_dtype or master,
+            param, self.reduce_dtype or param, self.grad_accum_dtype or param, master, self.optimizer_dtype or master
         )
 
     def buffer_dtype_of(self, own: str) -> str:

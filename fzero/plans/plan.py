@@ -30,14 +30,7 @@ from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimi
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named
-from fzero.plans.param_groups import (
-    OwnTransform,
-    ParamGroup,
-    UserTransform,
-    check_groups,
-    check_params,
-    optimizers_of,
-)
+from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of

@@ -70,10 +70,7 @@ def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iter
     yield f"bytes that a rank sends in a step: {sent:,}, without comm hooks {exact:,}"
 
 
-_MEMORIES = {
-    "host": "in host memory (where the model is on the CPU, the same memory)",
-    "nvme": "in files",
-}
+_MEMORIES = {"host": "in host memory (where the model is on the CPU, the same memory)", "nvme": "in files"}
 
 
 def _sizes(nbytes: Mapping[str, int]) -> str:

@@ -43,12 +43,7 @@ def in_bytes(numel: int, dtype: str, hook: CommHook | None) -> int:
 
 
 def sent_by_axis(
-    units: Sequence[UnitPlan],
-    mesh: Mesh,
-    *,
-    hooks: CommHooks,
-    num_micro_steps: int,
-    size: Size,
+    units: Sequence[UnitPlan], mesh: Mesh, *, hooks: CommHooks, num_micro_steps: int, size: Size
 ) -> dict[str, dict[str, int]]:
     """The total size that one rank sends in a step, by axis of the mesh and collective.
 
