@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from fzero.config.fields import Block, Count, message_of, number
+from fzero.config.fields import Block, Count, message_of, number, only
 from fzero.config.files import ConfigError
 from fzero.config.unused_keys import unknown_key
-
-
-def _only_one(value: int) -> int:
-    if value != 1:
-        raise ValueError("must be 1, for there is no model parallelism")
-    return value
 
 
 class Autotuning(Block):
@@ -49,7 +43,7 @@ class Autotuning(Block):
     """The smallest batch of a step to try."""
     max_train_batch_size: Count | None = None
     """The largest batch of a step to try."""
-    mp_size: Annotated[Count, AfterValidator(_only_one)] = 1
+    mp_size: Annotated[Count, only(lambda value: value == 1, "must be 1, for there is no model parallelism")] = 1
     """Ranks of model parallelism: 1."""
     results_dir: str = "autotuning_results"
     """The folder for the measurements, the picture and `best.json`."""

@@ -141,12 +141,11 @@ class Accessors(Settings):
         return self._is_applied
 
     def get_lr(self) -> list[float]:
-        return [] if self.optimizer is None else [lr_of(group) for group in self.optimizer.param_groups]
+        return [lr_of(group) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """The momentum of each group, or its betas."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups]
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all groups, until a scheduler writes one."""
@@ -154,8 +153,17 @@ class Accessors(Settings):
             refuse(
                 "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
             )
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+        for group in self._groups:
             group["lr"] = lr
+
+    @property
+    def hyper(self) -> list[dict[str, Any]]:
+        """The param groups with parameters, in the step's order."""
+        return [group for group in self._groups if group["params"]]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def module_state_dict(
         self,

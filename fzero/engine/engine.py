@@ -28,7 +28,6 @@ from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
-from fzero.engine.module import HoldsModule
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
@@ -39,7 +38,7 @@ from fzero.step import AccumulationWindow, TrainStep
 T = TypeVar("T")
 
 
-class Engine(HoldsModule, KeepsFiles):
+class Engine(KeepsFiles):
     """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
 
     Attributes:
@@ -115,11 +114,8 @@ class Engine(HoldsModule, KeepsFiles):
                 "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            given = (
-                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                if isinstance(loss, Tensor)
-                else type(loss)
-            )
+            is_tensor = isinstance(loss, Tensor)
+            given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
             raise ValueError(
                 f"engine.backward: needs a scalar loss that depends on the module's parameters, got {given}"
             )
@@ -211,11 +207,6 @@ class Engine(HoldsModule, KeepsFiles):
         step, groups = self.active_step(), self.hyper
         return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
 
-    @property
-    def hyper(self) -> list[dict[str, Any]]:
-        """The param groups with parameters, in the step's order."""
-        return [] if self.optimizer is None else [group for group in self.optimizer.param_groups if group["params"]]
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there are none."""
         if self.open_window is not None:
@@ -246,8 +237,6 @@ class Engine(HoldsModule, KeepsFiles):
 
     def eval(self) -> Engine:
         return self.train(False)
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""

@@ -123,9 +123,6 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:
     """Raises unless optimizer and scheduler have the right types, or are functions."""
     if optimizer is not None and not isinstance(optimizer, TorchOptimizer) and not callable(optimizer):
@@ -170,9 +167,15 @@ def check_may_join(required: bool | None) -> None:
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader:
+    micro = step.recipe.cfg.batch_sizes(step.world_size).micro
+    if micro is None:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
+            "is given; give one"
+        )
     return ResumableLoader(
-        data, batch_size=_micro_batch(step.recipe.cfg, step.world_size), rank=step.rank, world_size=step.world_size,
-        drop_last=bool(keys.dataloader_drop_last), collate_fn=collate_fn, pin_memory=step.device.type == "cuda",
+        data, batch_size=micro, rank=step.rank, world_size=step.world_size, collate_fn=collate_fn,
+        drop_last=bool(keys.dataloader_drop_last), pin_memory=step.device.type == "cuda",
     )  # fmt: skip
 
 
@@ -182,8 +185,7 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
     check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
-    on_cuda = torch.cuda.is_available() and not is_joined(without="nccl")
-    if not on_cuda:
+    if not torch.cuda.is_available() or is_joined(without="nccl"):
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     torch.cuda.set_device(device)
@@ -240,16 +242,6 @@ def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size:
             f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none sequence-parallel, got {mesh_param}; leave "
             f"it out"
         )
-
-
-def _micro_batch(cfg: Config, world_size: int) -> int:
-    micro = cfg.batch_sizes(world_size).micro
-    if micro is None:
-        raise ConfigError(
-            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
-            "is given; give one"
-        )
-    return micro
 
 
 def _log(engine: Engine, keys: EngineKeys) -> None:

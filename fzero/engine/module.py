@@ -57,6 +57,9 @@ class HoldsModule(Accessors):
     module: nn.Module
     live: LiveParams
     open_window: AccumulationWindow | None
+    _run: Callable[..., Any]
+    """The forward of `Engine`, as `zero_grad` is its own."""
+    zero_grad: Callable[..., None]
     _held: frozenset[str]
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
@@ -91,12 +94,6 @@ class HoldsModule(Accessors):
             raise AttributeError(
                 f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists its attributes"
             ) from None
-
-    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        raise NotImplementedError
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        raise NotImplementedError
 
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
@@ -298,11 +295,9 @@ class HoldsModule(Accessors):
         """Moves the flat buffers of the state to a device, unless the model is on the CPU."""
         if self.device.type != "cpu":
             state = self.state
-            moved = optree.tree_map(
-                lambda x: x.to(device) if isinstance(x, Tensor) else x,
-                (state.params, state.master, state.grads, state.optimizer),
-            )
-            self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
+            parts = {name: getattr(state, name) for name in ("params", "master", "grads", "optimizer")}
+            moved = optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, parts)
+            self.state = state._replace(**moved)
             self.show_state()
 
     def show_state(self) -> None:

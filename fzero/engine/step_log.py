@@ -73,8 +73,9 @@ class StepLog:
         if self._device.type == "cuda" and self._keys.memory_breakdown:
             torch.cuda.reset_peak_memory_stats(self._device)
         waited, began = collectives.waited(), self._now()
+        profiler = self._keys.flops_profiler
         try:
-            with self._profiling(part) if self._profiles(step) else nullcontext():
+            with self._profiling(part) if profiler.enabled and profiler.profile_step == step else nullcontext():
                 yield
         except BaseException:
             self._forget()
@@ -98,15 +99,10 @@ class StepLog:
         self._forget()
         return found
 
-    # --- helpers -------------------------------------------------------------------------------------------------
-
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def _profiles(self, step: int) -> bool:
-        return self._keys.flops_profiler.enabled and self._keys.flops_profiler.profile_step == step
 
     @contextmanager
     def _profiling(self, part: Part) -> Iterator[None]:

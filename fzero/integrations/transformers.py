@@ -225,9 +225,6 @@ class Updating(EngineOptimizer):
         return self.overflow
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _mapping(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source

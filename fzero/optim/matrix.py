@@ -184,7 +184,7 @@ def _row_and_column_sums(
     """The squares of the gradient, summed over rows and columns, for each shard of the tensor: (len(ranks), R + C)."""
     sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
     for part, grid, box in boxes_of(contents.parts, grids):
-        squares = box.of(part, grad).square()
+        squares = part.box_of(grad, box).square()
         grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
         grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
     return sums
@@ -198,7 +198,7 @@ def _divide_matrices(
     for part, grid, box in boxes_of(contents.parts, grids):
         mean = grid.matrices_of(box, means[part.index])
         estimate = grid.rows_of(box, row_var) * grid.columns_of(box, col_var)
-        box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
+        part.box_of(grad, box).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
 
 
 class MuonState(NamedTuple, Generic[Leaf]):

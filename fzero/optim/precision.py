@@ -11,7 +11,7 @@ stochastic rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,7 +83,8 @@ class Precision:
         """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
-        lowered = self.param_dtype or (self.autocast if _is_one_of(owner, self.safe_modules) else None)
+        is_safe = any(type(owner) is find_class(name) for name in self.safe_modules)
+        lowered = self.param_dtype or (self.autocast if is_safe else None)
         param = lowered or own
         if not trainable:
             kept = self.param_dtype or own
@@ -102,10 +103,6 @@ def _wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    return any(type(module) is find_class(name) for name in classes)
-
-
 @cache
 def find_class(name: str) -> type:
     """The class of a dotted name.
@@ -113,9 +110,8 @@ def find_class(name: str) -> type:
     Raises:
         ValueError: there is no such class.
     """
-    package, _, cls = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(package), cls)
+        found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
     if not isinstance(found, type):
@@ -207,7 +203,7 @@ def mixed_precision(
         numel = param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
-        widen = _Widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
+        widen = _widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
         for start in starts:
             tile_of = partial(_slice, start=start, stop=start + size) if len(starts) > 1 else _all
             wide_grad, narrow_param = widen(tile_of(grad), "grad"), tile_of(param)
@@ -252,23 +248,21 @@ def _all(x: Tensor) -> Tensor:
     return x
 
 
-class _Widener:
-    """Copies narrow tensors into wide ones, in memory that all tiles of an update share.
+def _widener(dtype: torch.dtype, size: int) -> Callable[[Tensor, str | int], Tensor]:
+    """A function that copies narrow tensors into wide ones, in memory that all tiles of an update share.
 
     The first use of new memory would cost more than the update.
     """
+    memory: dict[str | int, Tensor] = {}
 
-    def __init__(self, dtype: torch.dtype, size: int) -> None:
-        self._dtype, self._size = dtype, size
-        self._memory: dict[str | int, Tensor] = {}
-
-    def __call__(self, x: Tensor, name: str | int) -> Tensor:
-        """`x` in the wide dtype; the tensor itself if it has that dtype."""
-        if x.dtype == self._dtype:
+    def widen(x: Tensor, name: str | int) -> Tensor:
+        if x.dtype == dtype:
             return x
-        if name not in self._memory:
-            self._memory[name] = x.new_empty(self._size, dtype=self._dtype)
-        return self._memory[name][: x.numel()].copy_(x)
+        if name not in memory:
+            memory[name] = x.new_empty(size, dtype=dtype)
+        return memory[name][: x.numel()].copy_(x)
+
+    return widen
 
 
 def _write(

@@ -319,7 +319,10 @@ def plan(
     for optimizer in optimizers:
         if isinstance(optimizer, UserTransform):
             optimizer.check()
-    owners, aliases = _checked_params(model)
+    check_has_shapes(model)
+    owners, aliases = owners_of(model)
+    if not owners:
+        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
     check_params(owners, trained, param_groups)
     check_named(order, list(owners), aliases)
@@ -338,15 +341,6 @@ def plan(
 def starts_of(plan: Plan) -> dict[str, int]:
     """The update in which the optimizer state of each trained parameter began, by name."""
     return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
-
-
-def _checked_params(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters by their first names, and the aliases of tied ones; raises a ValueError for a model without any."""
-    check_has_shapes(model)
-    owners, aliases = owners_of(model)
-    if not owners:
-        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
-    return owners, aliases
 
 
 def _unit_plans(
@@ -382,26 +376,17 @@ def _made(
     zero = cfg.zero_optimization
     two_units = 2 * max(sum(b.padded_numel for b in unit.buffers) for unit in units)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
-    # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
-    reduce_bucket = max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size
     return Plan(
-        stage=zero.stage,
-        mesh=mesh,
-        axes=shard_axes(mesh, zero),
-        units=units,
-        aliases=aliases,
-        optimizer=optimizer,
-        buffers=buffers,
-        prefetch=zero.stage3_prefetch_bucket_size,
-        max_live=zero.stage3_max_live_parameters,
+        stage=zero.stage, mesh=mesh, axes=shard_axes(mesh, zero), units=units,
+        aliases=aliases, optimizer=optimizer, buffers=buffers, comm_hooks=hooks,
         num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
-        max_reducing=max_reducing,
-        max_reuse_distance=zero.stage3_max_reuse_distance,
+        prefetch=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance, max_reducing=max_reducing,
         gather_bucket=zero.allgather_bucket_size,
-        reduce_bucket=reduce_bucket,
-        comm_hooks=hooks,
+        # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
+        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
-    )
+    )  # fmt: skip
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

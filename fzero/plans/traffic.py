@@ -72,8 +72,7 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """The sums over all axes, by collective."""
     total: Counter[str] = Counter()
     for sent in by_axis.values():
-        for collective, size in sent.items():
-            total[collective] += size
+        total.update(sent)
     return dict(total)
 
 
