@@ -78,21 +78,17 @@ def autotuning(keys: Mapping[str, Any]) -> Autotuning:
     try:
         made = Autotuning.model_validate({key: value for key, value in block.items() if key not in ABOUT_MODELS})
     except ValidationError as error:
-        raise ConfigError("\n".join(_lines(error))) from None
+        named = [(f"autotuning.{'.'.join(map(str, detail['loc']))}", detail) for detail in error.errors()]
+        lines = [
+            unknown_key(name, tuple(Autotuning.model_fields))
+            if detail["type"] == "extra_forbidden"
+            else f"{name}: {message_of(detail)}, got {detail['input']!r}; mend or remove it"
+            for name, detail in named
+        ]
+        raise ConfigError("\n".join(lines)) from None
     if made.end_profile_step < made.start_profile_step:
         raise ConfigError(
             f"autotuning.end_profile_step: must be at least start_profile_step, {made.start_profile_step}, got "
             f"{made.end_profile_step}; raise it"
         )
     return made
-
-
-def _lines(error: ValidationError) -> list[str]:
-    lines = []
-    for detail in error.errors():
-        name = "autotuning." + ".".join(map(str, detail["loc"]))
-        if detail["type"] == "extra_forbidden":
-            lines.append(unknown_key(name, tuple(Autotuning.model_fields)))
-        else:
-            lines.append(f"{name}: {message_of(detail)}, got {detail['input']!r}; mend or remove it")
-    return lines

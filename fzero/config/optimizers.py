@@ -73,12 +73,9 @@ class LionParams(Block):
     weight_decay: Rate = 0.0
 
 
-class LambParams(Block):
+class LambParams(AdamWParams):
     """`optimizer.params` of Lamb; defaults are DeepSpeed's."""
 
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
     weight_decay: Rate = 0.0
     max_coeff: Rate = 10.0
     """The largest trust ratio."""

@@ -93,15 +93,12 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
                 rows.append(f"| {_spellings(name, field.alias)} | `None` | {meaning} |")
         elif name not in ("optimizer", "scheduler"):
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
-            rows.append(f"| {_spellings(name, field.alias)}{_choices(field.annotation)} | {default} | {meaning} |")
+            choices = ", ".join(str(choice) for choice in get_args(field.annotation) if isinstance(choice, str | int))
+            shown = _spellings(name, field.alias) + (f" ({choices})" if choices else "")
+            rows.append(f"| {shown} | {default} | {meaning} |")
     about = [re.sub(r"\s+", " ", block.__doc__), ""] if prefix else []
     return [*lines, *about, "| key | default | meaning |", "| --- | --- | --- |", *rows, "", *inner]
 
 
 def _spellings(name: str, alias: str | None) -> str:
     return f"`{name}`" + (f" or `{alias}`" if alias else "")
-
-
-def _choices(annotation: Any) -> str:
-    choices = [str(choice) for choice in get_args(annotation) if isinstance(choice, str | int)]
-    return f" ({', '.join(choices)})" if choices else ""

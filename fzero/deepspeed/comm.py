@@ -58,10 +58,6 @@ def init_distributed(
     process_group.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
 
 
-def is_initialized() -> bool:
-    return dist.is_initialized()
-
-
 def get_rank(group: Any = None) -> int:
     """This process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0

@@ -156,11 +156,7 @@ def _maker(cls: type[torch.optim.Optimizer], group: Hyper) -> Callable[[float], 
 
 
 def _names_in(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) -> list[frozenset[str]]:
-    """The names of the parameters in each group.
-
-    Raises:
-        ConfigError: a group holds something else, or a parameter occurs twice.
-    """
+    """The names of the parameters in each group; raises for a group that holds something else, or one parameter twice."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for param in (param for group in groups for param in group):

@@ -241,12 +241,13 @@ class Engine(KeepsFiles):
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
         step, run = self.active_step(), "train" if self.module.training else "eval"
+        dtype = step.runtime.autocast
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
 
         def call() -> T:
             self._is_inside = True
             try:
-                with self._autocast():
+                with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
                     return function(*inputs, **kwargs)
             finally:
                 self._is_inside = False
@@ -264,10 +265,6 @@ class Engine(KeepsFiles):
                 if self.open_window is None:
                     self.open_window = step.begin(self.state, measures_early=True)
                 return step.forward(self.open_window, call, run=run, still=still)
-
-    def _autocast(self) -> Any:
-        dtype = self.train_step.runtime.autocast
-        return nullcontext() if dtype is None else torch.autocast(self.train_step.device.type, dtype=dtype)
 
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:

@@ -72,11 +72,7 @@ class HoldsModule(Accessors):
     _is_inside = is_gathered = _is_away = False
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
-        """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`).
-
-        Args:
-            held: the names of the parameters that the optimizer holds.
-        """
+        """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`)."""
         self.module, self._held = module, held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
@@ -147,9 +143,8 @@ class HoldsModule(Accessors):
             )
         check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
         step = self.active_step()
-        values: Mapping[str, Tensor] = (
-            checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
-        )
+        inner = checkpoint.get("module")
+        values: Mapping[str, Tensor] = inner if isinstance(inner, Mapping) else checkpoint
         differing = sorted({*values} ^ {*step.runtime.stored_names})
         if strict and differing:
             raise ValueError(
@@ -241,12 +236,9 @@ class HoldsModule(Accessors):
         return any(names & still and not names <= still for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
-        """A step that trains these parameters; those that require no gradients get flat buffers of their own. *Collective:* every
-        rank.
+        """A step that trains these parameters; those that require no gradients get flat buffers of their own.
 
-        Args:
-            trained: names of parameters that the optimizer holds.
-            starts: when the optimizer state of each parameter began (`starts_of`); for others it begins now.
+        *Collective:* every rank. `starts`: when the optimizer state of each began (`starts_of`); for others it begins now.
         """
         numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
         anew = 1 + max(numbers.values(), default=-1)
@@ -268,9 +260,8 @@ class HoldsModule(Accessors):
         plan = self.train_step.plan
         trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
         buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
-        is_same = trained == starts_of(plan).keys() and all(
-            len({starts.get(n) for n in names}) == 1 for names in buffers
-        )
+        began_together = all(len({starts.get(name) for name in names}) == 1 for names in buffers)
+        is_same = began_together and trained == starts_of(plan).keys()
         return self.train_step if is_same else self._step_for(trained, starts)
 
     def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:

@@ -78,9 +78,8 @@ class ConfiguredScheduler:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advances by one update, or to the one after `last_batch_iteration`."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        last = self.last_batch_iteration
+        self.last_batch_iteration = last + 1 if last_batch_iteration is None else last_batch_iteration
         self._write()
 
     def _write(self) -> None:

@@ -191,7 +191,8 @@ def mixed_precision(
         tile: the number of elements that are updated at a time; None is all, as in a graph, where a compiler makes the tiles.
     """
     kept = torch_dtype(state_dtype)
-    is_long, is_cast = long_leaves(transform), [_is_cast(spec) for spec in _probed(transform.specs)]
+    is_long = long_leaves(transform)
+    is_cast = [(spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype) for spec in _probed(transform.specs)]
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -294,10 +295,6 @@ def _probed(specs: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
     """
     leaves: list[TensorSpec] = optree.tree_leaves(specs(_PROBE))
     return leaves
-
-
-def _is_cast(spec: TensorSpec) -> bool:
-    return (spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

@@ -189,17 +189,16 @@ class Plan:
     @property
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The specs of the states of the reductions' comm hooks, by flat buffer and axis; every rank has its own."""
-        return {
-            buffer.key: states
-            for buffer in self.flat_buffers
-            if (states := {axis: state for axis, state in self._hook_states(buffer) if optree.tree_leaves(state)})
-        }
-
-    def _hook_states(self, buffer: FlatParamPlan) -> Iterator[tuple[str, Any]]:
-        for axis, numel in self.summands(buffer).items():
+        found: dict[str, dict[str, Any]] = {}
+        for buffer, (axis, numel) in (
+            (b, summands) for b in self.flat_buffers for summands in self.summands(b).items()
+        ):
             if axis in self.comm_hooks.reduce:
                 like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
-                yield axis, optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+                if optree.tree_leaves(like):
+                    specs = optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+                    found.setdefault(buffer.key, {})[axis] = specs
+        return found
 
     def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
         """The elements that a rank adds along each axis, in the order of the sums: P, P/L, …; none for a frozen buffer."""
