@@ -302,9 +302,8 @@ def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
             kind: Any = Number if isinstance(default, int | float) else Any
             kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(field, bool if isinstance(default, bool) else kind)
             fields[field] = (kind, default)
-    params: Any = create_model(
-        f"{name}Params", __base__=_TorchParams, __doc__=f"`optimizer.params` of {name}.", **fields
-    )
+    about = f"`optimizer.params` of {name}."
+    params: Any = create_model(f"{name}Params", __base__=_TorchParams, __doc__=about, **fields)
     literal: Any = Literal[name]
     return create_model(name, __base__=TorchOptimizer, type=(literal, name), params=(params, params()))
 

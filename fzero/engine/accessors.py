@@ -13,7 +13,7 @@ from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
-from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
+from fzero.engine.monitor import Write
 from fzero.engine.settings import Settings
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
@@ -42,7 +42,7 @@ class Accessors(Settings):
     _micro_batch: int | None
     _boundary: bool | None
     _is_applied: bool
-    _monitors: list[CsvMonitor | TensorBoardMonitor]
+    _monitors: list[Write]
     _watch: StepLog
     comms_log: CommsLog | None
 
@@ -185,12 +185,11 @@ class Accessors(Settings):
                 "module_state_dict: keep_vars must be False, got True: gathered weights are copies; leave it out"
             )
         frozen = self._frozen if exclude_frozen_parameters else set()
-        full = self.train_step.gather(self.state)
-        found = {f"{prefix}{name}": x for name, x in full.items() if name not in frozen}
-        if destination is None:
-            return found
-        destination.update(found)
-        return destination
+        found = {} if destination is None else destination
+        for name, x in self.train_step.gather(self.state).items():
+            if name not in frozen:
+                found[f"{prefix}{name}"] = x
+        return found
 
     @property
     def _frozen(self) -> set[str]:
@@ -228,8 +227,8 @@ class Accessors(Settings):
             events = {"train_loss": metrics.loss.item(), "lr": metrics.lr.item()}
             if self.cfg.scales_loss:
                 events["loss_scale"] = metrics.loss_scale.item()
-            for monitor in self._monitors:
-                monitor.write(events, self.global_samples)
+            for write in self._monitors:
+                write(events, self.global_samples)
         if every and self.global_steps % every == 0:
             self.log_line(
                 f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"

@@ -55,15 +55,11 @@ class KeepsFiles(HoldsModule):
                 "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
             )
         meet("Engine.save_checkpoint", world)
-        folder, tag = (
-            Path(save_dir),
-            _agreed_tag(self, str(tag if tag is not None else f"global_step{self.global_steps}")),
-        )
+        folder = Path(save_dir)
+        tag = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         if self.open_window is not None and self.open_window.loss_stats:
-            warnings.warn(
-                "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
-                stacklevel=2,
-            )
+            lost = "gradients since the last update are not saved; call it after an update to lose none"
+            warnings.warn(f"save_checkpoint: {lost}", stacklevel=2)
         scheduler, loader = self.lr_scheduler, self.training_dataloader
         progress = {
             "counters": {name: getattr(self, name) for name in COUNTERS},

@@ -269,9 +269,8 @@ class Engine(KeepsFiles):
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
         """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
-        others = {
-            id(e.open_window.work): e for e in live_params.engines() if e is not self and e.open_window is not None
-        }
+        open_ = [engine for engine in live_params.engines() if engine is not self and engine.open_window is not None]
+        others = {id(engine.open_window.work): engine for engine in open_}
         with ExitStack() as stack:
             for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:
                 stack.enter_context(engine._guarded())

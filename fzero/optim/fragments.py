@@ -97,13 +97,11 @@ class ShardContents:
     def parts(self) -> tuple[FragmentSlice, ...]:
         """The fragments in the flat tensor, in order."""
         index_of = {name: index for index, name in enumerate(self.layout.names)}
-        shard_numel = self.layout.partition.shard_numel
+        numel = self.layout.partition.shard_numel
         return tuple(
-            FragmentSlice(
-                row, index_of[fragment.name], fragment.start, fragment.stop, row * shard_numel + fragment.offset
-            )
+            FragmentSlice(row, index_of[part.name], part.start, part.stop, row * numel + part.offset)
             for row, rank in enumerate(self.ranks)
-            for fragment in self.layout.fragments(rank)
+            for part in self.layout.fragments(rank)
         )
 
     def add_up(self, partial: Tensor) -> Tensor:

@@ -190,14 +190,13 @@ class Plan:
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The specs of the states of the reductions' comm hooks, by flat buffer and axis; every rank has its own."""
         found: dict[str, dict[str, Any]] = {}
-        for buffer, (axis, numel) in (
-            (b, summands) for b in self.flat_buffers for summands in self.summands(b).items()
-        ):
-            if axis in self.comm_hooks.reduce:
-                like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
-                if optree.tree_leaves(like):
-                    specs = optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
-                    found.setdefault(buffer.key, {})[axis] = specs
+        for buffer in self.flat_buffers:
+            for axis, numel in self.summands(buffer).items():
+                if axis in self.comm_hooks.reduce:
+                    like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
+                    if optree.tree_leaves(like):
+                        specs = optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+                        found.setdefault(buffer.key, {})[axis] = specs
         return found
 
     def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
