@@ -47,14 +47,10 @@ def shapes(max_dims: int = 3, max_length: int = 5) -> st.SearchStrategy[tuple[in
     return st.lists(st.integers(0, max_length), max_size=max_dims).map(tuple)
 
 
-@st.composite
-def partitions(draw: st.DrawFn, max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> Partition:
+def partitions(max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> st.SearchStrategy[Partition]:
     """Partitions, also of empty buffers and among more ranks than elements."""
-    return Partition(
-        numel=draw(st.integers(0, max_numel)),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, max_multiple_of)),
-    )
+    numbers = st.integers(0, max_numel), world_sizes(max_world_size), st.integers(1, max_multiple_of)
+    return st.builds(Partition, *numbers)
 
 
 @st.composite

@@ -206,7 +206,7 @@ def mixed_precision(
         starts = range(0, numel, size) if numel > size else (0,)
         widen = _widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
         for start in starts:
-            tile_of = partial(_slice, start=start, stop=start + size) if len(starts) > 1 else _all
+            tile_of = partial(_tile, start=start, size=size if len(starts) > 1 else None)
             wide_grad, narrow_param = widen(tile_of(grad), "grad"), tile_of(param)
             if factor is not None:
                 wide_grad.mul_(factor.to(dtype))
@@ -217,7 +217,10 @@ def mixed_precision(
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
             if not all(map(is_, narrows, news)):
-                _write(separate(news, narrows), narrows, [True, *is_cast], rounding, start)
+                written = zip(separate(news, narrows), narrows, [True, *is_cast], strict=True)
+                for index, (new, narrow, cast) in enumerate(written):
+                    if not is_in_place(new, narrow):
+                        (rounding if cast else to_nearest)(new, narrow, start, index)
             if out is not None:
                 tile_of(out).copy_(narrow_param)
         return grad, param, state
@@ -240,13 +243,9 @@ def mixed_precision(
     return Transform(init, update, specs, fused=(update, update_fused))
 
 
-def _slice(x: Tensor, start: int, stop: int) -> Tensor:
-    return x[start:stop]
-
-
-def _all(x: Tensor) -> Tensor:
-    """The tensor itself: a write into a view of it would be a further copy in a graph."""
-    return x
+def _tile(x: Tensor, start: int, size: int | None) -> Tensor:
+    """The elements from `start` on; without a size the tensor itself, for writes into a view would be copies in a graph."""
+    return x if size is None else x[start : start + size]
 
 
 def _widener(dtype: torch.dtype, size: int) -> Callable[[Tensor, str | int], Tensor]:
@@ -264,15 +263,6 @@ def _widener(dtype: torch.dtype, size: int) -> Callable[[Tensor, str | int], Ten
         return memory[name][: x.numel()].copy_(x)
 
     return widen
-
-
-def _write(
-    news: Sequence[Tensor], narrows: Sequence[Tensor], is_cast: Sequence[bool], rounding: Rounding, start: int
-) -> None:
-    """Writes new values into the narrow tensors of a tile, which begins at `start`, unless they were updated in place."""
-    for index, (narrow, new, cast) in enumerate(zip(narrows, news, is_cast, strict=True)):
-        if not is_in_place(new, narrow):
-            (rounding if cast else to_nearest)(new, narrow, start, index)
 
 
 def long_leaves(transform: Transform) -> list[bool]:

@@ -128,11 +128,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The names of the modules that contain `name`, from the outermost in.
-
-    >>> list(_parents("blocks.0.up.weight"))
-    ['blocks', 'blocks.0', 'blocks.0.up']
-    """
+    """The names of the modules that contain `name`, from the outermost in."""
     parts = name.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts)))
 
