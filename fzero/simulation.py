@@ -179,7 +179,6 @@ class LockstepRanks:
 
     @property
     def has_agreed(self) -> bool:
-        """As `TrainStep.has_agreed`."""
         return self.steps[0].has_agreed
 
     def batches_of(self, batch: Any) -> list[Any]:
@@ -229,7 +228,6 @@ class VmapRanks(LockstepRanks):
 
     @property
     def is_in_lockstep(self) -> bool:
-        """Whether the ranks run in lockstep now."""
         return self._way == "lockstep"
 
     @property
@@ -268,9 +266,8 @@ class VmapRanks(LockstepRanks):
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         if self.is_in_lockstep:
             return super().__call__(state, batch)
-        split = [
-            list(rank.runtime.batches.split(own)) for rank, own in zip(self.steps, self.batches_of(batch), strict=True)
-        ]
+        batches = zip(self.steps, self.batches_of(batch), strict=True)
+        split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
         self._origin.leave()
         micro_batches = [stacked(own) for own in zip(*split)]

@@ -97,15 +97,8 @@ class FlatLayout:
             places[name] = place
         numels = tuple(math.prod(shape) for shape in shapes)
         *offsets, numel = accumulate(numels, initial=0)
-        computed = {
-            "names": names,
-            "shapes": shapes,
-            "numels": numels,
-            "offsets": tuple(offsets),
-            "numel": numel,
-            "partition": Partition(numel, self.world_size, self.multiple_of),
-            "_places": places,
-        }
+        computed = {"names": names, "shapes": shapes, "numels": numels, "offsets": tuple(offsets), "numel": numel}
+        computed |= {"partition": Partition(numel, self.world_size, self.multiple_of), "_places": places}
         for attribute, value in computed.items():
             object.__setattr__(self, attribute, value)
 

@@ -43,8 +43,7 @@ class Partition:
     @property
     def shard_numel(self) -> int:
         """S, the elements of one shard, padding included."""
-        num_multiples = -(-self.numel // (self.world_size * self.multiple_of))
-        return num_multiples * self.multiple_of
+        return -(-self.numel // (self.world_size * self.multiple_of)) * self.multiple_of
 
     @property
     def padded_numel(self) -> int:

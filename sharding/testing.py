@@ -12,7 +12,6 @@ parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `stat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 try:
@@ -75,12 +74,8 @@ def layouts(
         st.lists(shapes() if parameters is None else parameters, min_size=min_parameters, max_size=max_parameters)
     )
     names = draw(st.permutations([f"p{index}" for index in range(len(parameter_shapes))]))
-    return FlatLayout(
-        names=tuple(names),
-        shapes=tuple(parameter_shapes),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, max_multiple_of)),
-    )
+    world_size, multiple_of = draw(world_sizes(max_world_size)), draw(st.integers(1, max_multiple_of))
+    return FlatLayout(tuple(names), tuple(parameter_shapes), world_size, multiple_of)
 
 
 @st.composite
@@ -95,13 +90,8 @@ def layout_pairs(draw: st.DrawFn, max_world_size: int = 8) -> tuple[FlatLayout, 
     old = draw(layouts(max_world_size=max_world_size, min_parameters=0))
     indices = draw(st.permutations(range(len(old.names))))
     order = draw(st.sampled_from([declaration(len(indices)), Order(tuple(indices))]))
-    return old, replace(
-        old,
-        names=order.apply(old.names),
-        shapes=order.apply(old.shapes),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, 8)),
-    )
+    world_size, multiple_of = draw(world_sizes(max_world_size)), draw(st.integers(1, 8))
+    return old, FlatLayout(order.apply(old.names), order.apply(old.shapes), world_size, multiple_of)
 
 
 @st.composite

@@ -66,12 +66,8 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
-    if names is None:
-        _check_same_parameters(old, new, (*old.names, *new.names))
-        names = new.names
-    else:
-        _check_same_parameters(old, new, names)
-    wanted, starts = set(names), dict(zip(old.names, old.offsets))
+    _check_same_parameters(old, new, (*old.names, *new.names) if names is None else names)
+    wanted, starts = set(new.names if names is None else names), dict(zip(old.names, old.offsets))
     parts = (
         _Run(starts[name], start, numel)
         for name, start, numel in zip(new.names, new.offsets, new.numels)
@@ -124,9 +120,8 @@ def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: ran
     """
     start, stop = _bounds(old, sources)
     first, _ = _bounds(new, targets)
-    for source, target, numel in _runs(
-        part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop)
-    ):
+    parts = (part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop))
+    for source, target, numel in _runs(parts):
         yield Move(sources.start, source - start, source - start + numel, targets.start, target - first)
 
 

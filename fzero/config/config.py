@@ -176,7 +176,6 @@ class Config(Block):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled."""
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "float16")
 
     @property

@@ -78,7 +78,6 @@ def _when(names: str, holds: Callable[[Values], Any], reason: str) -> Rule:
 
 _FOR_STAGE_3 = f"it is for stage 3, and the stage is {{0[{_STAGE}]}}"
 _NO_FILES = "no state is in files, unless make_train_step(placements=...) says so"
-_FILES = ("nvme",)
 
 RULES: tuple[Rule, ...] = (
     _when(f"{_ZERO}.stage3_*", lambda v: v[_STAGE] < 3, _FOR_STAGE_3),
@@ -100,15 +99,15 @@ RULES: tuple[Rule, ...] = (
     ),
     _when(
         " ".join(f"{_ZERO}.offload_optimizer.{key}" for key in (*_OF_FILES, "pipeline_*")),
-        lambda v: not _offloads(v, "optimizer", to=_FILES),
+        lambda v: not _offloads(v, "optimizer", to=("nvme",)),
         _NO_FILES,
     ),
     _when(
         " ".join(f"{_ZERO}.offload_param.{key}" for key in (*_OF_FILES, "buffer_size", "max_in_cpu")),
-        lambda v: not _offloads(v, "param", to=_FILES),
+        lambda v: not _offloads(v, "param", to=("nvme",)),
         "no parameter is in files, unless make_train_step(placements=...) says so",
     ),
-    _when("aio.*", lambda v: not _offloads(v, "optimizer", "param", to=_FILES), _NO_FILES),
+    _when("aio.*", lambda v: not _offloads(v, "optimizer", "param", to=("nvme",)), _NO_FILES),
     _when(
         f"{_ZERO}.sub_group_size",
         lambda v: not _offloads(v, "optimizer", "param"),
@@ -165,7 +164,6 @@ def conflicts(cfg: BaseModel, accepted: tuple[Note, ...] = ()) -> tuple[Note, ..
     """The given keys that have no effect beside the others, each with the reason.
 
     Args:
-        cfg: the configuration.
         accepted: notes of the keys that were read and are not in `cfg`. Keys accepted or not honoured yet are checked, too.
     """
     rows = list(values(cfg))

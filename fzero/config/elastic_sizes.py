@@ -143,10 +143,8 @@ def elastic_batch_of_nodes(
         raise ValueError(
             f"elasticity.max_gpus: must be at least num_gpus_per_node, {ranks_per_node}, in version 0.2, got {max_ranks}"
         )
-    fewest = max(1, min_ranks // ranks_per_node)
-    node = _best(
-        micro_batches, most // ranks_per_node, fewest, max_ranks // ranks_per_node, prefer_larger=prefer_larger
-    )
+    fewest, largest = max(1, min_ranks // ranks_per_node), max_ranks // ranks_per_node
+    node = _best(micro_batches, most // ranks_per_node, fewest, largest, prefer_larger=prefer_larger)
     world_sizes = tuple(number * ranks_per_node for number in node.world_sizes)
     if world_size in world_sizes:
         return ElasticBatch(node.batch_size * ranks_per_node, node.micro_batches, world_sizes)

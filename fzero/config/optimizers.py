@@ -147,7 +147,6 @@ class OptimizerBlock(Block):
 
     @property
     def lr(self) -> float:
-        """The configured learning rate."""
         return float(self.params.lr)
 
     def is_elementwise(self, kind: str) -> bool:

@@ -150,9 +150,8 @@ class Accessors(Settings):
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all groups, until a scheduler writes one."""
         if isinstance(lr, bool) or not isinstance(lr, int | float | Tensor):
-            refuse(
-                "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
-            )
+            fix = "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
+            refuse("set_lr", "given a number", lr, fix)
         for group in self._groups:
             group["lr"] = lr
 
@@ -200,9 +199,8 @@ class Accessors(Settings):
         """The full weights in the model's dtypes, on rank 0; None on the others. *Collective:* every rank."""
         step = self.train_step
         full = step.gather(self.state, to="rank0")
-        params = dict(step.recipe.model.named_parameters(remove_duplicate=False))
         frozen = self._frozen if exclude_frozen_parameters else set()
-        like = {name: param.dtype for name, param in params.items()}
+        like = {name: x.dtype for name, x in step.recipe.model.named_parameters(remove_duplicate=False)}
         found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return found if step.rank == 0 else None
 
@@ -230,8 +228,7 @@ class Accessors(Settings):
             for write in self._monitors:
                 write(events, self.global_samples)
         if every and self.global_steps % every == 0:
-            self.log_line(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-            )
+            counts = f"step={self.global_steps}, skipped={self.skipped_steps}"
+            self.log_line(f"{counts}, lr={self.get_lr()}, mom={self.get_mom()}")
         for table in self._watch.report(before):
             self.log_line(table)

@@ -101,9 +101,8 @@ class KeepsFiles(HoldsModule):
         if tag is None:
             tag = of_rank_0(world, lambda: files.latest_of(folder) if (folder / files.LATEST).exists() else None)
             if tag is None:
-                warnings.warn(
-                    f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded", stacklevel=2
-                )
+                text = f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded"
+                warnings.warn(text, stacklevel=2)
                 return None, None
         path = folder / tag
         if takes_optimizer and self.optimizer is not None:

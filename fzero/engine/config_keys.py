@@ -70,10 +70,9 @@ class CommsLoggerKeys(Block):
         return names
 
 
-_OPERATIONS = {
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "stack", "swap", "reduce_scatter", "all_to_all")
+_OPERATIONS = dict(zip(_COLLECTIVES, _COLLECTIVES)) | {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
-    "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "stack": "stack", "swap": "swap",
-    "reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
 }  # fmt: skip
 """Collectives of fzero by their names and those of torch.distributed."""
 
@@ -126,13 +125,12 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
         keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
         raise ConfigError("\n".join(problems_of(error))) from None
-    if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
-        warnings.warn(
-            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is "
-            f"ignored: forwards that run again in a backward are counted as they run; leave it out",
-            ConfigWarning,
-            stacklevel=3,
+    if keys.flops_profiler.enabled and (factor := keys.flops_profiler.recompute_fwd_factor):
+        text = (
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {factor:g}, which is ignored: forwards that run again in a "
+            f"backward are counted as they run; leave it out"
         )
+        warnings.warn(text, ConfigWarning, stacklevel=3)
     return cfg, keys
 
 

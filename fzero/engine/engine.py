@@ -23,13 +23,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.engine import param_views as live_params
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
+from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import works_of
 from fzero.state import Metrics, TrainState
@@ -229,8 +229,6 @@ class Engine(KeepsFiles):
         finally:
             self._is_syncing = True
 
-    # --- training mode -----------------------------------------------------------------------------------------------
-
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
         return self
@@ -269,7 +267,7 @@ class Engine(KeepsFiles):
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
         """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
-        open_ = [engine for engine in live_params.engines() if engine is not self and engine.open_window is not None]
+        open_ = [engine for engine in ENGINES if engine is not self and engine.open_window is not None]
         others = {id(engine.open_window.work): engine for engine in open_}
         with ExitStack() as stack:
             for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:

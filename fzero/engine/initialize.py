@@ -92,10 +92,8 @@ def initialize(
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     model = _on_own_device(model, distributed_port, dist_init_required)
     if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
-        optimizer = optimizer(
-            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        )
-        model_parameters = None
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
     if not trains:
         model.requires_grad_(False)
     cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
@@ -119,7 +117,10 @@ def initialize(
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
         engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
-    _log(engine, keys)
+    if keys.dump_state:
+        engine.log_line(str(engine.cfg))
+    if keys.dump_state or keys.memory_breakdown:
+        engine.log_line(str(step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
@@ -225,9 +226,8 @@ def _groups(
 def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
     if lr_scheduler is None or cfg.scheduler is None:
         return cfg
-    warnings.warn(
-        "scheduler: is also in the configuration; the script's lr_scheduler is used", ConfigWarning, stacklevel=3
-    )
+    both = "scheduler: is also in the configuration; the script's lr_scheduler is used"
+    warnings.warn(both, ConfigWarning, stacklevel=3)
     return cfg.model_copy(update={"scheduler": None})
 
 
@@ -242,10 +242,3 @@ def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size:
             f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none sequence-parallel, got {mesh_param}; leave "
             f"it out"
         )
-
-
-def _log(engine: Engine, keys: EngineKeys) -> None:
-    if keys.dump_state:
-        engine.log_line(str(engine.cfg))
-    if keys.dump_state or keys.memory_breakdown:
-        engine.log_line(str(engine.train_step.plan))

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fzero.common.arguments import check_kind
 from fzero.comms.failures import meet
-from fzero.engine import param_views as live_params
 from fzero.engine.accessors import Accessors
-from fzero.engine.param_views import LiveParams
+from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.plans.plan import starts_of
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.resharding.reshard import reshard
@@ -79,7 +78,7 @@ class HoldsModule(Accessors):
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
-        live_params.register(self)
+        ENGINES.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:

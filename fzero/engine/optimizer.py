@@ -19,7 +19,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and write; `engine.step()` makes the update.
 
     Attributes:
-        param_groups: hyper-parameters to read and write, by group.
         overflow: whether the last update was skipped because a gradient was not finite.
         loss_scale: the factor of the next loss.
     """

@@ -193,19 +193,10 @@ def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:
     return param.data_ptr(), param.dtype, param._version
 
 
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 """The engines alive, to find the one that a parameter belongs to."""
-
-
-def register(engine: Any) -> None:
-    _ENGINES.add(engine)
-
-
-def engines() -> list[Any]:
-    """The engines alive."""
-    return list(_ENGINES)
 
 
 def engine_of(param: Tensor) -> Any:
     """The engine that trains a parameter, or None."""
-    return next((engine for engine in _ENGINES if engine.live.name_of(param) is not None), None)
+    return next((engine for engine in ENGINES if engine.live.name_of(param) is not None), None)

@@ -30,10 +30,7 @@ class Settings:
 
     @property
     def cfg(self) -> Config:
-        """The configuration of the step."""
         return self.train_step.recipe.cfg
-
-    # --- stage and placements ------------------------------------------------------------------------------------
 
     zero_optimization_stage = _reads(int, "train_step.plan.stage")
     zero_optimization = _reads(bool, "train_step.plan.stage")
@@ -52,8 +49,7 @@ class Settings:
         return self.cfg.zero_optimization.offload_param
 
     def zero_cpu_offload(self) -> bool:
-        block = self.zero_offload_optimizer()
-        return block is not None and block.device == "cpu"
+        return getattr(self.zero_offload_optimizer(), "device", None) == "cpu"
 
     def zero_reduce_bucket_size(self) -> int | None:
         return self.cfg.zero_optimization.reduce_bucket_size
@@ -64,8 +60,6 @@ class Settings:
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """True: the weights can always be gathered."""
         return True
-
-    # --- dtypes --------------------------------------------------------------------------------------------------
 
     fp16_enabled = _reads(bool, "cfg.fp16.enabled")
     bfloat16_enabled = _reads(bool, "cfg.bf16.enabled")
@@ -80,8 +74,6 @@ class Settings:
         dtypes = max(self.train_step.plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes
         return torch_dtype(dtypes.param), torch_dtype(dtypes.grad)
 
-    # --- optimizer and schedule ----------------------------------------------------------------------------------
-
     gradient_clipping = _reads(float, "cfg.gradient_clipping")
 
     def optimizer_name(self) -> str | None:
@@ -94,8 +86,6 @@ class Settings:
 
     def scheduler_name(self) -> str | None:
         return None if self.cfg.scheduler is None else self.cfg.scheduler.type
-
-    # --- log output ----------------------------------------------------------------------------------------------
 
     def steps_per_print(self) -> int | None:
         return self.keys.steps_per_print
@@ -112,8 +102,6 @@ class Settings:
 
     def flops_profiler_output_file(self) -> str | None:
         return self.keys.flops_profiler.output_file
-
-    # --- ranks ---------------------------------------------------------------------------------------------------
 
     get_data_parallel_rank = _reads(int, "train_step.rank")
 

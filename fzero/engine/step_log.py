@@ -31,18 +31,10 @@ Part = Literal["forward", "backward", "update"]
 
 
 class StepLog:
-    """The parts of a step, on rank 0, from its first forward to its update.
+    """The parts of a step, on rank 0 (`is_on`), from its first forward to its update.
 
     Attributes:
         profile: of the profiled step, once it is over.
-
-    Args:
-        keys: the reports requested.
-        model: its modules are profiled.
-        plan: of the step.
-        device: of the step.
-        dtype: of the model's computation.
-        is_on: whether this rank reports.
     """
 
     def __init__(
@@ -151,10 +143,7 @@ class StepLog:
 
 def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
     """The dtype of most of a model's computation."""
-    if autocast is not None:
-        return autocast
-    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel)
-    return torch_dtype(largest.dtypes.param)
+    return autocast or torch_dtype(max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes.param)
 
 
 def _memory(part: str, device: torch.device) -> MemoryRow:

@@ -84,9 +84,7 @@ def _values(args: Any, num_updates: int) -> dict[str, Any]:
         "scheduler.params.total_num_steps": num_updates,
         "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_updates)),
     }
-    return {
-        key: computed[key] if key in computed else getattr(args, name) for key, name in (_ALWAYS | _WHERE_GIVEN).items()
-    }
+    return computed | {k: getattr(args, name) for k, name in (_ALWAYS | _WHERE_GIVEN).items() if k not in computed}
 
 
 def _block(found: dict[str, Any], key: str, *, makes: bool) -> Any:

@@ -34,7 +34,6 @@ LONG_RUN, LARGE = 128, 1 << 16
 LATE_STARTS = (498, 998, 2046, 9_998)
 """Counts of updates shortly before a round number."""
 
-
 TRIALS = (
     Trial(numel=128, num_updates=LONG_RUN),
     *(Trial(numel=128, num_updates=4, start=start) for start in LATE_STARTS),

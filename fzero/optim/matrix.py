@@ -160,9 +160,8 @@ def adafactor(
 
     def specs(param: TensorSpec) -> AdafactorState[TensorSpec]:
         rows, columns = (replace(step_spec(param), shape=(n,), dtype=param.dtype) for n in (num_rows, num_columns))
-        return AdafactorState(
-            step_spec(param), rows if grids else None, columns if grids else None, param if has_vectors else None
-        )
+        row_var, col_var = (rows, columns) if grids else (None, None)
+        return AdafactorState(step_spec(param), row_var, col_var, param if has_vectors else None)
 
     return Transform(init, update, specs)
 

@@ -89,10 +89,9 @@ class Precision:
         if not trainable:
             kept = self.param_dtype or own
             return Dtypes(param, param, param, kept, kept)
+        reduce, grad = self.reduce_dtype or param, self.grad_accum_dtype or param
         master = self.master_dtype or (_wide(own) if lowered else own)
-        return Dtypes(
-            param, self.reduce_dtype or param, self.grad_accum_dtype or param, master, self.optimizer_dtype or master
-        )
+        return Dtypes(param, reduce, grad, master, self.optimizer_dtype or master)
 
     def buffer_dtype_of(self, own: str) -> str:
         """The dtype of a module's buffer of dtype `own`."""

@@ -174,13 +174,7 @@ class UnitPlanner:
     order: OrderFunction | Sequence[str]
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
-        """The flat buffers of one unit.
-
-        Args:
-            unit: its name.
-            params: its parameters by name, as declared.
-            modules: the modules of the model by name.
-        """
+        """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
         kinds: dict[Kind, dict[str, nn.Parameter]] = {}
         for name, param in params.items():
             kinds.setdefault(self._kind_of(name, param, modules[name.rpartition(".")[0]]), {})[name] = param

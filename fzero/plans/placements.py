@@ -82,16 +82,12 @@ class Streaming:
         checksums = offload.checksums or of_params.checksums
         grain = CHECKED_GRAIN if checksums else GRAIN
         return cls(
-            sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain,
-            read_ahead=int(offload.pipeline_read),
-            write_behind=int(offload.pipeline_write),
-            num_buffers=offload.buffer_count,
-            num_staged=of_params.buffer_count,
-            num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS),
-            block_nbytes=aio.block_size,
-            checksums=checksums,
+            sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain, checksums=checksums,
+            read_ahead=int(offload.pipeline_read), write_behind=int(offload.pipeline_write),
+            num_buffers=offload.buffer_count, num_staged=of_params.buffer_count,
+            num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS), block_nbytes=aio.block_size,
             leftover="clean" if "clean" in (offload.leftover, of_params.leftover) else "refuse",
-        )
+        )  # fmt: skip
 
     def sub_group(self, longest: int, dtypes: Iterable[str]) -> int:
         """Elements of a sub-group: at most what the longest tensor needs, and a multiple of the grain of these dtypes.

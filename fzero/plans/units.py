@@ -47,10 +47,8 @@ def find_units(
     """
     blocks = blocks_of(model, patterns)
     runs = _runs(blocks, owners)
-    sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
-    if not sizes:
-        sizes = [sum(owners[name].numel() for name in names) for names in _by_module(list(owners)).values()]
-    cap = min(cap, max(sizes))
+    whole = [names for block, names in runs if block is not None] or _by_module(list(owners)).values()
+    cap = min(cap, max(sum(owners[name].numel() for name in names) for names in whole))
     units: list[tuple[str, list[str]]] = []
     for block, names in runs:
         if block is not None:
@@ -86,9 +84,8 @@ def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
     children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
     counts = Counter(_kind_of(child) for _, child in children)
     is_list = isinstance(model, nn.ModuleList)
-    repeats = isinstance(model, nn.Sequential) and any(
-        count > 1 for kind, count in counts.items() if kind not in _CONTAINERS
-    )
+    most = max((count for kind, count in counts.items() if kind not in _CONTAINERS), default=0)
+    repeats = isinstance(model, nn.Sequential) and most > 1
     blocks = []
     for name, child in children:
         if isinstance(child, _CONTAINERS):
