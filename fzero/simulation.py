@@ -179,7 +179,6 @@ class LockstepRanks:
 
     @property
     def has_agreed(self) -> bool:
-        """As `TrainStep.has_agreed`."""
         return self.steps[0].has_agreed
 
     def batches_of(self, batch: Any) -> list[Any]:
@@ -229,7 +228,6 @@ class VmapRanks(LockstepRanks):
 
     @property
     def is_in_lockstep(self) -> bool:
-        """Whether the ranks run in lockstep now."""
         return self._way == "lockstep"
 
     @property
@@ -268,16 +266,15 @@ class VmapRanks(LockstepRanks):
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         if self.is_in_lockstep:
             return super().__call__(state, batch)
-        split = [
-            list(rank.runtime.batches.split(own)) for rank, own in zip(self.steps, self.batches_of(batch), strict=True)
-        ]
+        batches = zip(self.steps, self.batches_of(batch), strict=True)
+        split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
         self._origin.leave()
         micro_batches = [stacked(own) for own in zip(*split)]
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]
         try:
-            with _own_random_state():
+            with torch.random.fork_rng(devices=[]):
                 if self._backend is not None and not self.program.compiled.graphs:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)
@@ -286,7 +283,8 @@ class VmapRanks(LockstepRanks):
                 if not is_donated(state):
                     taken(state)
                 raise  # an update that has begun must not run again
-            reason = f"simulate: torch.vmap cannot run this step for all ranks at once: {_first_line(error)}"
+            first_line = textwrap.shorten(str(error).partition("\n")[0], 300)
+            reason = f"simulate: torch.vmap cannot run this step for all ranks at once: {first_line}"
             if self._way == "vmap":
                 raise VmapError(f"{reason}; by='lockstep' runs any model, and reports other errors") from error
         # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's, and is raised unchanged.
@@ -364,16 +362,6 @@ def simulate(
 
 
 @contextmanager
-def _own_random_state() -> Iterator[None]:
-    """Restores the process' random state afterwards."""
-    before = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(before)
-
-
-@contextmanager
 def _quietly() -> Iterator[None]:
     """Silences torch.vmap's warning that it loops over the ranks."""
     with warnings.catch_warnings():
@@ -397,10 +385,6 @@ def _functions() -> Iterator[list[str]]:
         yield found
     finally:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
-
-
-def _first_line(error: BaseException) -> str:
-    return textwrap.shorten(str(error).partition("\n")[0], 300)
 
 
 def _twin(model: nn.Module) -> nn.Module:

@@ -26,11 +26,7 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The elements of the box.
-
-        >>> Box(offsets=(), sizes=(), start=0).numel
-        1
-        """
+        """The elements of the box."""
         return math.prod(self.sizes)
 
 

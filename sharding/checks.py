@@ -5,13 +5,7 @@ Every value of the package checks itself when it is made. An error names the fie
 
 
 def check_at_least(owner: str, field: str, value: int, minimum: int) -> None:
-    """Raise unless `value` is an integer of at least `minimum`.
-
-    >>> check_at_least("Partition", "world_size", 0, 1)
-    Traceback (most recent call last):
-    ...
-    ValueError: Partition: world_size must be an integer of at least 1, got 0; pass an int from 1 on
-    """
+    """Raise unless `value` is an integer of at least `minimum`."""
     if not isinstance(value, int) or value < minimum:
         raise ValueError(
             f"{owner}: {field} must be an integer of at least {minimum}, got {value!r}; pass an int from {minimum} on"
@@ -19,13 +13,7 @@ def check_at_least(owner: str, field: str, value: int, minimum: int) -> None:
 
 
 def check_index(owner: str, field: str, value: int, length: int) -> None:
-    """Raise unless `value` is an integer in `0 .. length - 1`; negative indices do not wrap around.
-
-    >>> check_index("Partition", "rank", 4, 4)
-    Traceback (most recent call last):
-    ...
-    ValueError: Partition: rank must be at least 0 and below 4, got 4; pass one of 0..3
-    """
+    """Raise unless `value` is an integer in `0 .. length - 1`; negative indices do not wrap around."""
     if not isinstance(value, int) or not 0 <= value < length:
         raise ValueError(
             f"{owner}: {field} must be at least 0 and below {length}, got {value!r}; pass one of 0..{length - 1}"
@@ -33,13 +21,7 @@ def check_index(owner: str, field: str, value: int, length: int) -> None:
 
 
 def check_shape(owner: str, field: str, shape: tuple[int, ...]) -> None:
-    """Raise unless every length in `shape` is an integer of at least 0; `()` is the shape of a 0-d tensor.
-
-    >>> check_shape("TensorSpec", "shape", (4, -1))
-    Traceback (most recent call last):
-    ...
-    ValueError: TensorSpec: shape must hold integers of at least 0, got (4, -1); pass the tensor's own shape
-    """
+    """Raise unless every length in `shape` is an integer of at least 0; `()` is the shape of a 0-d tensor."""
     for length in shape:
         if not isinstance(length, int) or length < 0:
             raise ValueError(

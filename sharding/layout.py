@@ -37,11 +37,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
-        """The elements of the fragment.
-
-        >>> Fragment("w", start=4, stop=6, offset=0).numel
-        2
-        """
+        """The elements of the fragment."""
         return self.stop - self.start
 
 
@@ -101,24 +97,13 @@ class FlatLayout:
             places[name] = place
         numels = tuple(math.prod(shape) for shape in shapes)
         *offsets, numel = accumulate(numels, initial=0)
-        computed = {
-            "names": names,
-            "shapes": shapes,
-            "numels": numels,
-            "offsets": tuple(offsets),
-            "numel": numel,
-            "partition": Partition(numel, self.world_size, self.multiple_of),
-            "_places": places,
-        }
+        computed = {"names": names, "shapes": shapes, "numels": numels, "offsets": tuple(offsets), "numel": numel}
+        computed |= {"partition": Partition(numel, self.world_size, self.multiple_of), "_places": places}
         for attribute, value in computed.items():
             object.__setattr__(self, attribute, value)
 
     def __contains__(self, name: object) -> bool:
-        """Whether the layout has a parameter `name`.
-
-        >>> "w" in FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2)
-        True
-        """
+        """Whether the layout has a parameter `name`."""
         return name in self._places
 
     def bounds(self, name: str) -> tuple[int, int]:
@@ -131,19 +116,11 @@ class FlatLayout:
         return self.offsets[place], self.offsets[place] + self.numels[place]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of parameter `name`.
-
-        >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).shape("w")
-        (2, 3)
-        """
+        """The shape of parameter `name`."""
         return self.shapes[self._place(name)]
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The fragments in the shard of `rank`, in order; empty ones are left out.
-
-        >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).fragments(1)
-        (Fragment(name='w', start=5, stop=6, offset=0), Fragment(name='b', start=0, stop=3, offset=1))
-        """
+        """The fragments in the shard of `rank`, in order; empty ones are left out."""
         return tuple(self.within(*self.partition.bounds(rank)))
 
     def within(self, start: int, stop: int) -> Iterator[Fragment]:

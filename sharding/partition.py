@@ -42,38 +42,21 @@ class Partition:
 
     @property
     def shard_numel(self) -> int:
-        """S, the elements of one shard, padding included.
-
-        >>> Partition(numel=10, world_size=4).shard_numel
-        3
-        """
-        num_multiples = -(-self.numel // (self.world_size * self.multiple_of))
-        return num_multiples * self.multiple_of
+        """S, the elements of one shard, padding included."""
+        return -(-self.numel // (self.world_size * self.multiple_of)) * self.multiple_of
 
     @property
     def padded_numel(self) -> int:
-        """P = W * S, the elements of all shards together.
-
-        >>> Partition(numel=10, world_size=4).padded_numel
-        12
-        """
+        """P = W * S, the elements of all shards together."""
         return self.world_size * self.shard_numel
 
     @property
     def padding(self) -> int:
-        """P - N, the elements at the end of the buffer that belong to no parameter.
-
-        >>> Partition(numel=10, world_size=4).padding
-        2
-        """
+        """P - N, the elements at the end of the buffer that belong to no parameter."""
         return self.padded_numel - self.numel
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Where the shard of `rank` starts and stops in the padded buffer.
-
-        >>> Partition(numel=10, world_size=4).bounds(3)
-        (9, 12)
-        """
+        """Where the shard of `rank` starts and stops in the padded buffer."""
         check_index("Partition", "rank", rank, self.world_size)
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
@@ -98,20 +81,12 @@ class NearEqualSplit:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The elements of each rank, in rank order.
-
-        >>> NearEqualSplit(numel=2, world_size=3).sizes
-        (1, 1, 0)
-        """
+        """The elements of each rank, in rank order."""
         size, num_larger = divmod(self.numel, self.world_size)
         return (size + 1,) * num_larger + (size,) * (self.world_size - num_larger)
 
     def bounds(self, rank: int) -> tuple[int, int]:
-        """Where the elements of `rank` start and stop in the buffer.
-
-        >>> NearEqualSplit(numel=2, world_size=3).bounds(2)
-        (2, 2)
-        """
+        """Where the elements of `rank` start and stop in the buffer."""
         check_index("NearEqualSplit", "rank", rank, self.world_size)
         size, num_larger = divmod(self.numel, self.world_size)
         return size * rank + min(rank, num_larger), size * (rank + 1) + min(rank + 1, num_larger)

@@ -11,13 +11,13 @@ from functools import reduce
 from operator import add
 from typing import Literal
 
+import torch
 from einops import rearrange, repeat
-from torch import Tensor
 
 from sharding.checks import check_index
 
 
-def all_gather(x_WS: Tensor) -> Tensor:
+def all_gather(x_WS: torch.Tensor) -> torch.Tensor:
     """Every rank receives the shards of all ranks, joined in rank order.
 
     Args:
@@ -26,17 +26,16 @@ def all_gather(x_WS: Tensor) -> Tensor:
     Returns:
         (W, P), every row the same.
 
-    >>> import torch
     >>> all_gather(torch.tensor([[1, 2], [3, 4]]))
     tensor([[1, 2, 3, 4],
             [1, 2, 3, 4]])
     """
     _check_stacked("all_gather", x_WS)
-    x_WP: Tensor = repeat(x_WS, "source shard -> rank (source shard)", rank=x_WS.shape[0])
+    x_WP: torch.Tensor = repeat(x_WS, "source shard -> rank (source shard)", rank=x_WS.shape[0])
     return x_WP
 
 
-def reduce_scatter(x_WP: Tensor, op: Literal["sum", "mean"] = "mean") -> Tensor:
+def reduce_scatter(x_WP: torch.Tensor, op: Literal["sum", "mean"] = "mean") -> torch.Tensor:
     """Every rank receives its own shard of the sum or mean over the ranks.
 
     Args:
@@ -46,20 +45,20 @@ def reduce_scatter(x_WP: Tensor, op: Literal["sum", "mean"] = "mean") -> Tensor:
     Returns:
         (W, S).
 
-    >>> import torch
     >>> reduce_scatter(torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]]), op="sum")
     tensor([[11, 22],
             [33, 44]])
     """
     _check_stacked("reduce_scatter", x_WP, divided=True)
-    x_WS: Tensor = rearrange(_reduce("reduce_scatter", x_WP, op), "(rank shard) -> rank shard", rank=x_WP.shape[0])
+    x_WS: torch.Tensor = rearrange(
+        _reduce("reduce_scatter", x_WP, op), "(rank shard) -> rank shard", rank=x_WP.shape[0]
+    )
     return x_WS
 
 
-def all_reduce(x_WN: Tensor, op: Literal["sum", "mean"]) -> Tensor:
+def all_reduce(x_WN: torch.Tensor, op: Literal["sum", "mean"]) -> torch.Tensor:
     """Every rank receives the sum or mean over the ranks.
 
-    >>> import torch
     >>> all_reduce(torch.tensor([[1.0, 2.0], [3.0, 6.0]]), op="mean")
     tensor([[2., 4.],
             [2., 4.]])
@@ -68,10 +67,9 @@ def all_reduce(x_WN: Tensor, op: Literal["sum", "mean"]) -> Tensor:
     return _to_every_rank(_reduce("all_reduce", x_WN, op), x_WN.shape[0])
 
 
-def broadcast(x_WN: Tensor, source: int) -> Tensor:
+def broadcast(x_WN: torch.Tensor, source: int) -> torch.Tensor:
     """Every rank receives the tensor of the rank `source`.
 
-    >>> import torch
     >>> broadcast(torch.tensor([[1, 2], [3, 4]]), source=1)
     tensor([[3, 4],
             [3, 4]])
@@ -81,20 +79,19 @@ def broadcast(x_WN: Tensor, source: int) -> Tensor:
     return _to_every_rank(x_WN[source], x_WN.shape[0])
 
 
-def all_to_all(x_WP: Tensor) -> Tensor:
+def all_to_all(x_WP: torch.Tensor) -> torch.Tensor:
     """Rank r receives shard r of every rank's buffer, joined in rank order.
 
-    >>> import torch
     >>> all_to_all(torch.tensor([[1, 2, 3, 4], [10, 20, 30, 40]]))
     tensor([[ 1,  2, 10, 20],
             [ 3,  4, 30, 40]])
     """
     _check_stacked("all_to_all", x_WP, divided=True)
-    received_WP: Tensor = rearrange(x_WP, "source (target shard) -> target (source shard)", target=x_WP.shape[0])
+    received_WP: torch.Tensor = rearrange(x_WP, "source (target shard) -> target (source shard)", target=x_WP.shape[0])
     return received_WP
 
 
-def _reduce(owner: str, x_WN: Tensor, op: str) -> Tensor:
+def _reduce(owner: str, x_WN: torch.Tensor, op: str) -> torch.Tensor:
     if op not in ("sum", "mean"):
         raise ValueError(f"{owner}: op must be 'sum' or 'mean', got {op!r}; pass one of these")
     if op == "mean" and not (x_WN.is_floating_point() or x_WN.is_complex()):
@@ -103,12 +100,12 @@ def _reduce(owner: str, x_WN: Tensor, op: str) -> Tensor:
     return total_N if op == "sum" else total_N * (1 / x_WN.shape[0])
 
 
-def _to_every_rank(x_N: Tensor, world_size: int) -> Tensor:
-    x_WN: Tensor = repeat(x_N, "n -> rank n", rank=world_size)
+def _to_every_rank(x_N: torch.Tensor, world_size: int) -> torch.Tensor:
+    x_WN: torch.Tensor = repeat(x_N, "n -> rank n", rank=world_size)
     return x_WN
 
 
-def _check_stacked(owner: str, x: Tensor, *, divided: bool = False) -> None:
+def _check_stacked(owner: str, x: torch.Tensor, *, divided: bool = False) -> None:
     if x.dim() != 2 or x.shape[0] < 1:
         raise ValueError(
             f"{owner}: the ranks must be stacked along the first of two dims, got {tuple(x.shape)}; stack flat buffers"

@@ -18,11 +18,7 @@ from sharding.partition import Partition
 
 @dataclass(frozen=True, slots=True)
 class Replicated:
-    """Every rank holds the full tensor.
-
-    >>> Replicated()
-    Replicated()
-    """
+    """Every rank holds the full tensor."""
 
 
 @dataclass(frozen=True, slots=True, repr=False, init=False)
@@ -53,11 +49,7 @@ class Sharded:
 
     @property
     def axis(self) -> str:
-        """The name of the axis, if there is only one.
-
-        >>> Sharded("data").axis
-        'data'
-        """
+        """The name of the axis, if there is only one."""
         if len(self.axes) > 1:
             raise ValueError(f"Sharded: axis is for one axis, got {self.axes}; use axes")
         return self.axes[0]
@@ -81,11 +73,7 @@ class Partial:
 
     @property
     def axes(self) -> tuple[str]:
-        """The axis in a tuple, as in `Sharded`.
-
-        >>> Partial("data").axes
-        ('data',)
-        """
+        """The axis in a tuple, as in `Sharded`."""
         return (self.axis,)
 
     def __repr__(self) -> str:
@@ -181,11 +169,7 @@ class TensorSpec:
 
     @property
     def numel(self) -> int:
-        """Elements of the full tensor; 1 for a 0-d tensor.
-
-        >>> TensorSpec((3, 5), "float32").numel, TensorSpec((), "float32").numel
-        (15, 1)
-        """
+        """Elements of the full tensor; 1 for a 0-d tensor."""
         return math.prod(self.shape)
 
     def partition(self, world_size: "int | Mesh") -> Partition:
@@ -202,21 +186,13 @@ class TensorSpec:
         return Partition(self.numel, world_size, self.multiple_of)
 
     def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
-        """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`.
-
-        >>> TensorSpec((3, 5), "float32", Partial("data")).local_shape(world_size=4)
-        (3, 5)
-        """
+        """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`."""
         if isinstance(self.spec, Sharded):
             return (self.partition(world_size).shard_numel,)
         return self.shape
 
     def local_nbytes(self, world_size: "int | Mesh") -> int:
-        """The bytes that one rank holds, padding included. Arguments as for `partition`.
-
-        >>> TensorSpec((3, 5), "bfloat16", Sharded("data")).local_nbytes(world_size=4)
-        8
-        """
+        """The bytes that one rank holds, padding included. Arguments as for `partition`."""
         return math.prod(self.local_shape(world_size)) * itemsize(self.dtype)
 
 
@@ -251,46 +227,26 @@ class Mesh:
 
     @classmethod
     def of(cls, **sizes: int) -> "Mesh":
-        """The mesh with these axes, in this order.
-
-        >>> Mesh.of(data=4)
-        Mesh(axes=(('data', 4),))
-        """
+        """The mesh with these axes, in this order."""
         return cls(tuple(sizes.items()))
 
     @property
     def size(self) -> int:
-        """The number of ranks.
-
-        >>> Mesh.of(node=2, data=4).size
-        8
-        """
+        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the axes, in order.
-
-        >>> Mesh.of(node=2, data=4).names
-        ('node', 'data')
-        """
+        """The names of the axes, in order."""
         return tuple(name for name, _ in self.axes)
 
     def axis_size(self, name: str) -> int:
-        """The number of ranks along the axis `name`.
-
-        >>> Mesh.of(node=2, data=4).axis_size("node")
-        2
-        """
+        """The number of ranks along the axis `name`."""
         self._check_known(name)
         return dict(self.axes)[name]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along each axis.
-
-        >>> Mesh.of(node=2, data=4).coordinate(5)
-        {'node': 1, 'data': 1}
-        """
+        """The index of `rank` along each axis."""
         check_index("Mesh", "rank", rank, self.size)
         indices: dict[str, int] = {}
         for name, size in reversed(self.axes):
@@ -314,11 +270,7 @@ class Mesh:
         return rank
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself.
-
-        >>> Mesh.of(node=2, data=4).peers(5, "node")
-        (1, 5)
-        """
+        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself."""
         coordinate = self.coordinate(rank)
         return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
 

@@ -12,7 +12,6 @@ parameters. Needs the extra `fzero[testing]`; only `models`, `batches` and `stat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 try:
@@ -38,38 +37,19 @@ SPECS: tuple[Spec, ...] = (Replicated(), Sharded("data"), Partial("data"))
 
 
 def world_sizes(max_world_size: int = 8) -> st.SearchStrategy[int]:
-    """Numbers of ranks, from 1 on.
-
-    >>> from hypothesis import find
-    >>> find(world_sizes(), lambda world_size: world_size > 2)
-    3
-    """
+    """Numbers of ranks, from 1 on."""
     return st.integers(1, max_world_size)
 
 
 def shapes(max_dims: int = 3, max_length: int = 5) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors, with `()` and lengths of 0.
-
-    >>> from hypothesis import find
-    >>> find(shapes(), lambda shape: 0 in shape)
-    (0,)
-    """
+    """Shapes of tensors, with `()` and lengths of 0."""
     return st.lists(st.integers(0, max_length), max_size=max_dims).map(tuple)
 
 
-@st.composite
-def partitions(draw: st.DrawFn, max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> Partition:
-    """Partitions, also of empty buffers and among more ranks than elements.
-
-    >>> from hypothesis import find
-    >>> find(partitions(max_multiple_of=1), lambda partition: partition.padding > 0)
-    Partition(numel=1, world_size=2, multiple_of=1)
-    """
-    return Partition(
-        numel=draw(st.integers(0, max_numel)),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, max_multiple_of)),
-    )
+def partitions(max_numel: int = 100, max_world_size: int = 8, max_multiple_of: int = 8) -> st.SearchStrategy[Partition]:
+    """Partitions, also of empty buffers and among more ranks than elements."""
+    numbers = st.integers(0, max_numel), world_sizes(max_world_size), st.integers(1, max_multiple_of)
+    return st.builds(Partition, *numbers)
 
 
 @st.composite
@@ -94,12 +74,8 @@ def layouts(
         st.lists(shapes() if parameters is None else parameters, min_size=min_parameters, max_size=max_parameters)
     )
     names = draw(st.permutations([f"p{index}" for index in range(len(parameter_shapes))]))
-    return FlatLayout(
-        names=tuple(names),
-        shapes=tuple(parameter_shapes),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, max_multiple_of)),
-    )
+    world_size, multiple_of = draw(world_sizes(max_world_size)), draw(st.integers(1, max_multiple_of))
+    return FlatLayout(tuple(names), tuple(parameter_shapes), world_size, multiple_of)
 
 
 @st.composite
@@ -114,13 +90,8 @@ def layout_pairs(draw: st.DrawFn, max_world_size: int = 8) -> tuple[FlatLayout, 
     old = draw(layouts(max_world_size=max_world_size, min_parameters=0))
     indices = draw(st.permutations(range(len(old.names))))
     order = draw(st.sampled_from([declaration(len(indices)), Order(tuple(indices))]))
-    return old, replace(
-        old,
-        names=order.apply(old.names),
-        shapes=order.apply(old.shapes),
-        world_size=draw(world_sizes(max_world_size)),
-        multiple_of=draw(st.integers(1, 8)),
-    )
+    world_size, multiple_of = draw(world_sizes(max_world_size)), draw(st.integers(1, 8))
+    return old, FlatLayout(order.apply(old.names), order.apply(old.shapes), world_size, multiple_of)
 
 
 @st.composite
@@ -142,23 +113,13 @@ def meshes(draw: st.DrawFn, max_world_size: int = 16, max_axes: int = 3) -> Mesh
 
 
 def orders(max_length: int = 10) -> st.SearchStrategy[Order]:
-    """Permutations, also the empty one.
-
-    >>> from hypothesis import find
-    >>> find(orders(), lambda order: order != order.inverse())
-    Order(indices=(1, 2, 0))
-    """
+    """Permutations, also the empty one."""
     lengths = st.integers(0, max_length)
     return lengths.flatmap(lambda length: st.permutations(range(length))).map(lambda indices: Order(tuple(indices)))
 
 
 def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrategy[BucketProblem]:
-    """Arguments of `plan_buckets`: the elements of each item, and a cap that some of them may exceed.
-
-    >>> from hypothesis import find
-    >>> find(bucket_problems(), lambda problem: max(problem[0], default=0) > problem[1])
-    ((2,), 1)
-    """
+    """Arguments of `plan_buckets`: the elements of each item, and a cap that some of them may exceed."""
     numels = st.lists(st.integers(0, max_numel), max_size=max_items).map(tuple)
     return st.tuples(numels, st.integers(1, 2 * max_numel))
 
@@ -166,13 +127,7 @@ def bucket_problems(max_items: int = 12, max_numel: int = 20) -> st.SearchStrate
 def tensor_specs(
     dtypes: Sequence[str] = ("float32", "float64", "bfloat16"), specs: Sequence[Spec] = SPECS
 ) -> st.SearchStrategy[TensorSpec]:
-    """Specs of tensors of any shape, with one of `specs`, in the memory of the device or of the host.
-
-    >>> from hypothesis import find
-    >>> find(tensor_specs(), lambda tensor: isinstance(tensor.spec, Sharded))
-    TensorSpec(shape=(), dtype='float32', spec=Sharded('data'), placement=Placement(kind='device', pinned=False, \
-path=None), multiple_of=1)
-    """
+    """Specs of tensors of any shape, with one of `specs`, in the memory of the device or of the host."""
     return st.builds(
         TensorSpec,
         shape=shapes(),
@@ -191,12 +146,7 @@ class Pair(NamedTuple):
 
 
 def spec_trees(dtypes: Sequence[str] = ("float32", "float64", "bfloat16")) -> st.SearchStrategy[Any]:
-    """Trees of tensors' specs, of any nesting; also empty trees and None.
-
-    >>> from hypothesis import find
-    >>> find(spec_trees(), lambda tree: isinstance(tree, list) and len(tree) == 1)
-    [None]
-    """
+    """Trees of tensors' specs, of any nesting; also empty trees and None."""
     return st.recursive(
         tensor_specs(dtypes) | st.none(),
         lambda inner: (
@@ -268,12 +218,7 @@ def overflow_patterns(
 def batches(
     draw: st.DrawFn, features: int, max_samples: int = 8, *, multiple_of: int = 1, dtype: str = "float32"
 ) -> Tensor:
-    """Batches (B, F) of normal numbers. B is a multiple of `multiple_of`, so that a batch divides equally among that many ranks.
-
-    >>> from hypothesis import find
-    >>> find(batches(features=3, multiple_of=2), lambda batch: True).shape
-    torch.Size([2, 3])
-    """
+    """Batches (B, F) of normal numbers; B is a multiple of `multiple_of`, so that so many ranks divide a batch equally."""
     import torch
 
     from sharding.views import torch_dtype

@@ -9,6 +9,7 @@ time to plan those depends on that shard only.
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from sharding.layout import FlatLayout
@@ -33,20 +34,12 @@ class Move:
 
     @property
     def numel(self) -> int:
-        """The elements that move.
-
-        >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=0).numel
-        3
-        """
+        """The elements that move."""
         return self.source_stop - self.source_start
 
     @property
     def target_stop(self) -> int:
-        """The stop of the elements in the new shard.
-
-        >>> Move(source_rank=0, source_start=2, source_stop=5, target_rank=1, target_start=4).target_stop
-        7
-        """
+        """The stop of the elements in the new shard."""
         return self.target_start + self.numel
 
 
@@ -73,12 +66,8 @@ def plan_transfer(old: FlatLayout, new: FlatLayout, *, names: Collection[str] | 
     Move(source_rank=0, source_start=0, source_stop=3, target_rank=0, target_start=0)
     Move(source_rank=1, source_start=0, source_stop=3, target_rank=0, target_start=3)
     """
-    if names is None:
-        _check_same_parameters(old, new, (*old.names, *new.names))
-        names = new.names
-    else:
-        _check_same_parameters(old, new, names)
-    wanted, starts = set(names), dict(zip(old.names, old.offsets))
+    _check_same_parameters(old, new, (*old.names, *new.names) if names is None else names)
+    wanted, starts = set(new.names if names is None else names), dict(zip(old.names, old.offsets))
     parts = (
         _Run(starts[name], start, numel)
         for name, start, numel in zip(new.names, new.offsets, new.numels)
@@ -131,9 +120,8 @@ def moves_between(old: FlatLayout, new: FlatLayout, sources: range, targets: ran
     """
     start, stop = _bounds(old, sources)
     first, _ = _bounds(new, targets)
-    for source, target, numel in _runs(
-        part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop)
-    ):
+    parts = (part for run in _runs_to(old, new, targets) for part in _clipped(run, start, stop))
+    for source, target, numel in _runs(parts):
         yield Move(sources.start, source - start, source - start + numel, targets.start, target - first)
 
 
@@ -147,21 +135,17 @@ def merged(moves: Iterable[Move]) -> Iterator[Move]:
     for move in moves:
         if last is not None and _adjoin(last, move):
             last = replace(last, source_stop=move.source_stop)
-            continue
-        if last is not None:
-            yield last
-        last = move
+        else:
+            if last is not None:
+                yield last
+            last = move
     if last is not None:
         yield last
 
 
 def _adjoin(first: Move, second: Move) -> bool:
-    return (first.source_rank, first.source_stop, first.target_rank, first.target_stop) == (
-        second.source_rank,
-        second.source_start,
-        second.target_rank,
-        second.target_start,
-    )
+    end = (first.source_rank, first.source_stop, first.target_rank, first.target_stop)
+    return end == (second.source_rank, second.source_start, second.target_rank, second.target_start)
 
 
 class _Run(NamedTuple):
@@ -172,8 +156,7 @@ class _Run(NamedTuple):
     numel: int
 
 
-def _by_target(run: _Run) -> int:
-    return run.target
+_by_target = attrgetter("target")
 
 
 def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:

@@ -11,9 +11,4 @@ from fzero.common.doors import door
 if TYPE_CHECKING:
     from fzero.common.text_tables import print_report as print_report
 else:
-    __getattr__, __dir__, __all__ = door(
-        __name__,
-        {
-            "text_tables": "print_report",
-        },
-    )
+    __getattr__, __dir__, __all__ = door(__name__, {"text_tables": "print_report"})

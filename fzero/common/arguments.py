@@ -78,11 +78,9 @@ def check_names(field: str, names: object) -> None:
         return
     if isinstance(names, str):
         refuse(field, "a list of names", names, f"pass [{names!r}]")
-    if not isinstance(names, Iterable) or isinstance(names, nn.Module):
-        refuse(field, "a list of names", names, "pass names of modules, as of model.named_modules()")
-    wrong = next((name for name in names if not isinstance(name, str)), None)
-    if wrong is not None:
-        refuse(field, "a list of names", wrong, "pass names of modules, as of model.named_modules()")
+    for name in names if isinstance(names, Iterable) and not isinstance(names, nn.Module) else [names]:
+        if not isinstance(name, str):
+            refuse(field, "a list of names", name, "pass names of modules, as of model.named_modules()")
 
 
 def check_whole(field: str, value: object, least: int) -> None:

@@ -16,7 +16,7 @@ import pickle
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 from zipfile import is_zipfile
 
 import torch
@@ -80,38 +80,16 @@ class _Record:
         return self.state[name]
 
 
-class _Metadata(_Record): ...
-
-
-class _Tensor(_Record): ...
-
-
-class _Bytes(_Record): ...
-
-
-class _Properties(_Record): ...
-
-
-class _Chunk(_Record): ...
-
-
-class _Index(_Record): ...
-
-
-class _Place(_Record): ...
-
-
-class _Size(_Record): ...
-
-
-class _Other(_Record):
-    """An object that is not read."""
-
+_Metadata, _Tensor, _Properties, _Chunk, _Index, _Place, _Size, _Other = (
+    cast(type[_Record], type(f"_{name}", (_Record,), {"__slots__": ()}))
+    for name in ("Metadata", "Tensor", "Properties", "Chunk", "Index", "Place", "Size", "Other")
+)
+"""The kinds of records; `_Other` is an object that is not read."""
 
 _OF_METADATA: dict[tuple[str, str], type] = {
     ("torch.distributed.checkpoint.metadata", "Metadata"): _Metadata,
     ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"): _Tensor,
-    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): _Bytes,
+    ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"): _Other,
     ("torch.distributed.checkpoint.metadata", "TensorProperties"): _Properties,
     ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"): _Chunk,
     ("torch.distributed.checkpoint.metadata", "MetadataIndex"): _Index,
@@ -163,7 +141,7 @@ def read_metadata(path: Path) -> Any:
     except Exception as error:  # bytes that are no pickle may raise any error
         raise ValueError(f"is not a complete pickle: {error!r}") from None
     tensors: dict[str, Any] = {}
-    for key, like in _dict(_is(found, _Metadata)["state_dict_metadata"]).items():
+    for key, like in _is(_is(found, _Metadata)["state_dict_metadata"], dict).items():
         if isinstance(like, _Tensor):
             chunks = [
                 ChunkStorageMetadata(_size(_is(chunk, _Chunk)["offsets"]), _size(chunk["sizes"]))
@@ -173,7 +151,7 @@ def read_metadata(path: Path) -> Any:
             properties = TensorProperties(dtype=torch_dtype(_is(dtype, str)))
             tensors[_is(key, str)] = TensorStorageMetadata(properties, _size(like["size"]), chunks)
     places: dict[Any, Any] = {}
-    for index, place in _dict(found["storage_data"]).items():
+    for index, place in _is(found["storage_data"], dict).items():
         key, offset = _is(_is(index, _Index)["fqn"], str), index["offset"]
         if key in tensors and offset is not None:
             start, length = (_count(_is(place, _Place)[name]) for name in ("offset", "length"))
@@ -187,11 +165,6 @@ def _is(value: Any, kind: type) -> Any:
     if not isinstance(value, kind):
         raise ValueError(f"must have a {kind.__name__.lstrip('_')} where {str(value)[:80]!r} is")
     return value
-
-
-def _dict(value: Any) -> dict[Any, Any]:
-    found: dict[Any, Any] = _is(value, dict)
-    return found
 
 
 def _count(value: Any) -> int:

@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from fzero.config.fields import Block, Count, message_of, number
+from fzero.config.fields import Block, Count, message_of, number, only
 from fzero.config.files import ConfigError
 from fzero.config.unused_keys import unknown_key
-
-
-def _only_one(value: int) -> int:
-    if value != 1:
-        raise ValueError("must be 1, for there is no model parallelism")
-    return value
 
 
 class Autotuning(Block):
@@ -49,7 +43,7 @@ class Autotuning(Block):
     """The smallest batch of a step to try."""
     max_train_batch_size: Count | None = None
     """The largest batch of a step to try."""
-    mp_size: Annotated[Count, AfterValidator(_only_one)] = 1
+    mp_size: Annotated[Count, only(lambda value: value == 1, "must be 1, for there is no model parallelism")] = 1
     """Ranks of model parallelism: 1."""
     results_dir: str = "autotuning_results"
     """The folder for the measurements, the picture and `best.json`."""
@@ -84,21 +78,17 @@ def autotuning(keys: Mapping[str, Any]) -> Autotuning:
     try:
         made = Autotuning.model_validate({key: value for key, value in block.items() if key not in ABOUT_MODELS})
     except ValidationError as error:
-        raise ConfigError("\n".join(_lines(error))) from None
+        named = [(f"autotuning.{'.'.join(map(str, detail['loc']))}", detail) for detail in error.errors()]
+        lines = [
+            unknown_key(name, tuple(Autotuning.model_fields))
+            if detail["type"] == "extra_forbidden"
+            else f"{name}: {message_of(detail)}, got {detail['input']!r}; mend or remove it"
+            for name, detail in named
+        ]
+        raise ConfigError("\n".join(lines)) from None
     if made.end_profile_step < made.start_profile_step:
         raise ConfigError(
             f"autotuning.end_profile_step: must be at least start_profile_step, {made.start_profile_step}, got "
             f"{made.end_profile_step}; raise it"
         )
     return made
-
-
-def _lines(error: ValidationError) -> list[str]:
-    lines = []
-    for detail in error.errors():
-        name = "autotuning." + ".".join(map(str, detail["loc"]))
-        if detail["type"] == "extra_forbidden":
-            lines.append(unknown_key(name, tuple(Autotuning.model_fields)))
-        else:
-            lines.append(f"{name}: {message_of(detail)}, got {detail['input']!r}; mend or remove it")
-    return lines

@@ -12,21 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PrivateAttr,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import Block, Count, Dtype, Number, Rate, block_of, message_of
-from fzero.config.files import (
-    ConfigError as ConfigError,  # users know it from here
-    read,
-)
+from fzero.config.files import ConfigError as ConfigError, read
 from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
@@ -97,17 +88,13 @@ class Config(Block):
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
-    def _no_accumulation_alone(self) -> Self:
+    def _batches_fit(self) -> Self:
         is_alone = self.train_batch_size is None and self.train_micro_batch_size_per_gpu is None
         if is_alone and self.gradient_accumulation_steps not in (None, 1):
             raise ValueError(
                 f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
                 f"{self.gradient_accumulation_steps} alone; give one of the two"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_source_of_batches(self) -> Self:
         if self.elasticity.enabled and not self.elasticity.ignore_non_elastic_batch_info:
             for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
                 if getattr(self, name) is not None:
@@ -118,26 +105,17 @@ class Config(Block):
         return self
 
     @model_validator(mode="after")
-    def _no_sum_in_stage_3(self) -> Self:
-        if self.gradient_allreduce_op == "sum" and self.zero_optimization.stage == 3:
+    def _stage_fits(self) -> Self:
+        zero = self.zero_optimization
+        if self.gradient_allreduce_op == "sum" and zero.stage == 3:
             raise ValueError(
                 "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_mesh(self) -> Self:
-        mics, hpz = self.zero_optimization.mics_shard_size, self.zero_optimization.zero_hpz_partition_size
-        if mics is not None and hpz is not None:
+        if zero.mics_shard_size is not None and zero.zero_hpz_partition_size is not None:
             raise ValueError(
-                f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got {mics} beside "
-                f"{hpz}; remove one of them"
+                f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got "
+                f"{zero.mics_shard_size} beside {zero.zero_hpz_partition_size}; remove one of them"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_to_offload(self) -> Self:
-        zero = self.zero_optimization
         if zero.offload_param is not None and zero.stage != 3:
             raise ValueError(
                 f"zero_optimization.offload_param: needs zero_optimization.stage 3, which divides parameters, got stage "
@@ -146,15 +124,11 @@ class Config(Block):
         return self
 
     @model_validator(mode="after")
-    def _no_scale_of_nothing(self) -> Self:
+    def _dtypes_fit(self) -> Self:
         if self.scales_loss and self.fp16.loss_scale == 0 and self.fp16.min_loss_scale == 0:
             raise ValueError(
                 "fp16.min_loss_scale: must be above 0 where the scale is dynamic, or it falls to 0, got 0; 1 is the default"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _one_precision(self) -> Self:
         enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
         if len(enabled) > 1:
             raise ValueError(f"{enabled[0]}.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off")
@@ -186,10 +160,8 @@ class Config(Block):
                 chosen |= {"master_dtype": "bfloat16", "optimizer_dtype": state}
                 chosen["stochastic_rounding"] = self.bf16.stochastic_rounding
         if self.torch_autocast.enabled:
-            chosen |= {
-                "autocast": self.torch_autocast.dtype,
-                "safe_modules": self.torch_autocast.lower_precision_safe_modules,
-            }
+            chosen["autocast"] = self.torch_autocast.dtype
+            chosen["safe_modules"] = self.torch_autocast.lower_precision_safe_modules
         if self.communication_data_type:
             chosen["reduce_dtype"] = self.communication_data_type
         chosen |= self.data_types.model_dump(exclude_none=True)
@@ -204,7 +176,6 @@ class Config(Block):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether the loss is scaled."""
         return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "float16")
 
     @property
@@ -236,9 +207,8 @@ class Config(Block):
         """Warns (`ConfigWarning`) of `conflicts` about quantized communication, which then has no effect."""
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
-                warnings.warn(
-                    f"{note.key}: has no effect, for {note.reason}; leave it out", ConfigWarning, stacklevel=3
-                )
+                text = f"{note.key}: has no effect, for {note.reason}; leave it out"
+                warnings.warn(text, ConfigWarning, stacklevel=3)
 
     @classmethod
     def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
@@ -298,11 +268,8 @@ class Config(Block):
                 return BatchSizes(batch.batch_size, *batch.steps_on(world_size))
             except ValueError as error:
                 raise ConfigError(str(error)) from None
-        train, micro, steps = (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
+        train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
+        steps = self.gradient_accumulation_steps
         if train is None and micro is None:
             return BatchSizes(None, None, 1)
         if steps is None:

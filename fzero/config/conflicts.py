@@ -16,9 +16,10 @@ from fzero.config.deepspeed_keys import SPELLINGS
 from fzero.config.unused_keys import Note
 
 Values = Mapping[str, Any]
+Rule = tuple[str, Callable[[Values], str | None]]
 
-_ZERO = "zero_optimization"
-_STAGE = "zero_optimization.stage"
+_ZERO, _CHECKPOINTING = "zero_optimization", "activation_checkpointing"
+_STAGE = f"{_ZERO}.stage"
 
 _OF_FILES = ("nvme_path", "buffer_count", "checksums", "leftover")
 
@@ -62,121 +63,96 @@ def _overridden(v: Values, own: str) -> str | None:
     return None if master in (None, own) else f"data_types.master_dtype is {master}"
 
 
-def _unless(condition: Callable[[Values], Any], reason: str) -> Callable[[Values], str | None]:
-    return lambda v: None if condition(v) else reason
+def _is_set_below(stage: int, key: str) -> Callable[[Values], Any]:
+    return lambda v: v[_STAGE] < stage and v[f"{_ZERO}.{key}"]
 
 
-RULES: tuple[tuple[str, Callable[[Values], str | None]], ...] = (
-    (
-        "zero_optimization.stage3_*",
-        lambda v: f"it is for stage 3, and the stage is {v[_STAGE]}" if v[_STAGE] < 3 else None,
-    ),
+def _offloads(v: Values, *parts: str, to: tuple[str, ...] = ("cpu", "nvme")) -> bool:
+    return any(v.get(f"{_ZERO}.offload_{part}.device") in to for part in parts)
+
+
+def _when(names: str, holds: Callable[[Values], Any], reason: str) -> Rule:
+    """The rule that these keys have no effect where `holds` does; `reason` may name a value, as `str.format` does."""
+    return names, lambda v: reason.format(v) if holds(v) else None
+
+
+_FOR_STAGE_3 = f"it is for stage 3, and the stage is {{0[{_STAGE}]}}"
+_NO_FILES = "no state is in files, unless make_train_step(placements=...) says so"
+
+RULES: tuple[Rule, ...] = (
+    _when(f"{_ZERO}.stage3_*", lambda v: v[_STAGE] < 3, _FOR_STAGE_3),
     *(
-        (
-            f"{_ZERO}.{key}",
-            lambda v, key=key: (
-                f"it is for stage 3, and the stage is {v[_STAGE]}" if v[_STAGE] < 3 and v[f"{_ZERO}.{key}"] else None
-            ),
-        )
+        _when(f"{_ZERO}.{key}", _is_set_below(3, key), _FOR_STAGE_3)
         for key in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_nontrainable_weights")
     ),
-    (
-        "zero_optimization.zeropp_loco_param.*",
-        _unless(lambda v: v[f"{_ZERO}.zero_quantized_gradients"], "no gradient is quantized"),
+    _when(
+        f"{_ZERO}.zeropp_loco_param.*", lambda v: not v[f"{_ZERO}.zero_quantized_gradients"], "no gradient is quantized"
     ),
-    (
-        "zero_optimization.mics_shard_size",
-        _unless(lambda v: v[_STAGE] or not v["zero_optimization.mics_shard_size"], "nothing is divided in stage 0"),
+    *(
+        _when(f"{_ZERO}.{key}", _is_set_below(1, key), "nothing is divided in stage 0")
+        for key in ("mics_shard_size", "round_robin_gradients")
     ),
-    (
-        "zero_optimization.allgather_bucket_size",
-        _unless(lambda v: v[_STAGE], "every rank updates all parameters in stage 0, and gathers none"),
+    _when(
+        f"{_ZERO}.allgather_bucket_size",
+        lambda v: not v[_STAGE],
+        "every rank updates all parameters in stage 0, and gathers none",
     ),
-    (
-        "zero_optimization.round_robin_gradients",
-        _unless(
-            lambda v: v[_STAGE] or not v["zero_optimization.round_robin_gradients"], "nothing is divided in stage 0"
-        ),
-    ),
-    (
+    _when(
         " ".join(f"{_ZERO}.offload_optimizer.{key}" for key in (*_OF_FILES, "pipeline_*")),
-        _unless(
-            lambda v: v.get("zero_optimization.offload_optimizer.device") == "nvme",
-            "no state is in files, unless make_train_step(placements=...) says so",
-        ),
+        lambda v: not _offloads(v, "optimizer", to=("nvme",)),
+        _NO_FILES,
     ),
-    (
+    _when(
         " ".join(f"{_ZERO}.offload_param.{key}" for key in (*_OF_FILES, "buffer_size", "max_in_cpu")),
-        _unless(
-            lambda v: v.get("zero_optimization.offload_param.device") == "nvme",
-            "no parameter is in files, unless make_train_step(placements=...) says so",
-        ),
+        lambda v: not _offloads(v, "param", to=("nvme",)),
+        "no parameter is in files, unless make_train_step(placements=...) says so",
     ),
-    (
-        "aio.*",
-        _unless(
-            lambda v: "nvme" in (v.get(f"{_ZERO}.offload_{part}.device") for part in ("optimizer", "param")),
-            "no state is in files, unless make_train_step(placements=...) says so",
-        ),
+    _when("aio.*", lambda v: not _offloads(v, "optimizer", "param", to=("nvme",)), _NO_FILES),
+    _when(
+        f"{_ZERO}.sub_group_size",
+        lambda v: not _offloads(v, "optimizer", "param"),
+        "no state lives off the device, unless make_train_step(placements=...) says so",
     ),
-    (
-        "zero_optimization.sub_group_size",
-        _unless(
-            lambda v: any(v.get(f"{_ZERO}.offload_{part}.device") for part in ("optimizer", "param")),
-            "no state lives off the device, unless make_train_step(placements=...) says so",
-        ),
-    ),
-    (f"fp16.loss_scale {_SCALE}", _unless(_scales_loss, "no loss is scaled: fp16 is off")),
-    (
-        _SCALE,
-        lambda v: f"the scale is fixed: loss_scale is {v['fp16.loss_scale']}" if v["fp16.loss_scale"] else None,
-    ),
-    ("fp16.auto_cast fp16.fp16_master_weights_and_grads", _unless(lambda v: v["fp16.enabled"], "fp16 is off")),
-    (
+    _when(f"fp16.loss_scale {_SCALE}", lambda v: not _scales_loss(v), "no loss is scaled: fp16 is off"),
+    _when(_SCALE, lambda v: v["fp16.loss_scale"], "the scale is fixed: loss_scale is {0[fp16.loss_scale]}"),
+    _when("fp16.auto_cast fp16.fp16_master_weights_and_grads", lambda v: not v["fp16.enabled"], "fp16 is off"),
+    _when(
         "bf16.auto_cast bf16.check_grad_overflow bf16.bf16_* bf16.stochastic_rounding b*16.immediate_grad_update",
-        _unless(lambda v: v["bf16.enabled"], "bf16 is off"),
+        lambda v: not v["bf16.enabled"],
+        "bf16 is off",
     ),
-    (
+    _when(
         "torch_autocast.dtype torch_autocast.lower_precision_safe_modules",
-        _unless(lambda v: v["torch_autocast.enabled"], "torch_autocast is off"),
+        lambda v: not v["torch_autocast.enabled"],
+        "torch_autocast is off",
     ),
-    (
+    _when(
         "gradient_predivide_factor",
-        _unless(lambda v: not v["prescale_gradients"], "prescale_gradients divides by all ranks beforehand"),
+        lambda v: v["prescale_gradients"],
+        "prescale_gradients divides by all ranks beforehand",
     ),
-    (
-        "prescale_gradients",
-        _unless(lambda v: v["gradient_allreduce_op"] == "mean", "a sum is not divided by the ranks"),
-    ),
+    _when("prescale_gradients", lambda v: v["gradient_allreduce_op"] != "mean", "a sum is not divided by the ranks"),
     (
         "bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states bf16.stochastic_rounding",
         lambda v: _overridden(v, "bfloat16"),
     ),
     ("fp16.fp16_master_weights_and_grads", lambda v: _overridden(v, "float16")),
-    (
+    _when(
         "data_types.param_dtype",
-        lambda v: (
-            "no loss is scaled: only fp16.enabled does that"
-            if v["data_types.param_dtype"] == "float16" and not v["fp16.enabled"]
-            else None
-        ),
+        lambda v: v["data_types.param_dtype"] == "float16" and not v["fp16.enabled"],
+        "no loss is scaled: only fp16.enabled does that",
     ),
-    (
-        "activation_checkpointing.cpu_checkpointing",
-        lambda v: (
-            "nothing is checkpointed, unless make_train_step(checkpoint=...) says so"
-            if v["activation_checkpointing.cpu_checkpointing"] and v["activation_checkpointing.every"] is None
-            else None
-        ),
+    _when(
+        f"{_CHECKPOINTING}.cpu_checkpointing",
+        lambda v: v[f"{_CHECKPOINTING}.cpu_checkpointing"] and v[f"{_CHECKPOINTING}.every"] is None,
+        "nothing is checkpointed, unless make_train_step(checkpoint=...) says so",
     ),
-    ("elasticity.[!e]*", _unless(lambda v: v["elasticity.enabled"], "elasticity is off")),
-    (
-        "elasticity.num_gpus_per_node",
-        lambda v: "nodes count in version 0.2" if v["elasticity.version"] == 0.1 else None,
-    ),
-    (
+    _when("elasticity.[!e]*", lambda v: not v["elasticity.enabled"], "elasticity is off"),
+    _when("elasticity.num_gpus_per_node", lambda v: v["elasticity.version"] == 0.1, "nodes count in version 0.2"),
+    _when(
         "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps",
-        _unless(lambda v: not v["elasticity.enabled"], "elasticity sets the batch sizes"),
+        lambda v: v["elasticity.enabled"],
+        "elasticity sets the batch sizes",
     ),
     ("optimizer.params.lr", _rate_of_scheduler),
     ("scheduler.params.warmup_num_steps", _warmup),
@@ -188,7 +164,6 @@ def conflicts(cfg: BaseModel, accepted: tuple[Note, ...] = ()) -> tuple[Note, ..
     """The given keys that have no effect beside the others, each with the reason.
 
     Args:
-        cfg: the configuration.
         accepted: notes of the keys that were read and are not in `cfg`. Keys accepted or not honoured yet are checked, too.
     """
     rows = list(values(cfg))

@@ -94,28 +94,23 @@ TYPES = {
 }
 """Accepted keys by the required type of their value; the values of all others are not checked."""
 
-_WRITES_NOTHING = "fzero writes nothing by itself; a step returns its metrics"
 _ENGINE_WRITES = "for the engine (fzero.initialize); a step writes nothing, and returns its metrics"
-_SAVES_NOTHING = "fzero saves nothing by itself; a state is a pytree of tensors"
 
 HARMLESS = {
     "sparse_gradients": "gradients of embeddings are sent in full",
     "checkpoint": "for the engine (fzero.initialize), which validates tags; a step saves nothing by itself",
-    "nebula": _SAVES_NOTHING,
-    "datastates": _SAVES_NOTHING,
-    "datastates_ckpt": _SAVES_NOTHING,
+    **dict.fromkeys(
+        ("nebula", "datastates", "datastates_ckpt"), "fzero saves nothing by itself; a state is a pytree of tensors"
+    ),
     "flops_profiler": "for the engine (fzero.initialize); for a step call fzero.profiling.profile(model, batch)",
     "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, batch).rows) "
     "of fzero.profiling",
-    "tensorboard": _ENGINE_WRITES,
-    "csv_monitor": _ENGINE_WRITES,
-    "wandb": _WRITES_NOTHING,
-    "comet": _WRITES_NOTHING,
+    **dict.fromkeys(("tensorboard", "csv_monitor"), _ENGINE_WRITES),
+    **dict.fromkeys(("wandb", "comet"), "fzero writes nothing by itself; a step returns its metrics"),
     "pipeline": "it is for a PipelineModule, which does not exist here",
     "hybrid_engine": "step.gather gives the weights to generate with",
     "eigenvalue": "it is for quantization, which does not exist here",
-    "compile": "the step runs in eager mode",
-    "graph_harvesting": "the step runs in eager mode",
+    **dict.fromkeys(("compile", "graph_harvesting"), "the step runs in eager mode"),
     "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
 }
 """Keys that fzero does not honour yet and whose absence changes no number, each with the replacement."""
@@ -137,13 +132,9 @@ REFUSED = {
     "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zero; remove it",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
-    "optimizer.params.amsgrad": _REMOVE,
-    "optimizer.params.maximize": _REMOVE,
-    "optimizer.params.capturable": _REMOVE,
-    "optimizer.params.differentiable": _REMOVE,
-    "optimizer.params.decoupled_weight_decay": _REMOVE,
-    "optimizer.params.bias_correction": _REMOVE,
-    "optimizer.params.freeze_step": _REMOVE,
+    **dict.fromkeys(("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.capturable"), _REMOVE),
+    **dict.fromkeys(("optimizer.params.differentiable", "optimizer.params.decoupled_weight_decay"), _REMOVE),
+    **dict.fromkeys(("optimizer.params.bias_correction", "optimizer.params.freeze_step"), _REMOVE),
 }
 """Keys that fzero does not honour yet and that would change training, each with the fix."""
 
@@ -248,15 +239,11 @@ INNER = {
 }
 """The keys of blocks; `*` is any key, and any key inside it."""
 
+_STAGE_3 = "zero_optimization.stage3_"
+
 SPELLINGS = {
-    **{
-        name.replace("stage3_", ""): name
-        for name in (*ACCEPTED, *NOT_YET)
-        if name.startswith("zero_optimization.stage3_")
-    },
-    "zero_optimization.stage3_gather_fp16_weights_on_model_save": (
-        "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-    ),
+    **{name.replace("stage3_", ""): name for name in (*ACCEPTED, *NOT_YET) if name.startswith(_STAGE_3)},
+    f"{_STAGE_3}gather_fp16_weights_on_model_save": f"{_STAGE_3}gather_16bit_weights_on_model_save",
 }
 """Other names of keys; the value of both is the same."""
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 
 
 def highly_composite_numbers() -> Iterator[int]:
@@ -29,10 +29,14 @@ def highly_composite_numbers() -> Iterator[int]:
     """
     most = 0
     for number in count(1):
-        num_divisors = sum(2 - (low * low == number) for low in range(1, math.isqrt(number) + 1) if number % low == 0)
-        if num_divisors > most:
+        if (num_divisors := len(_divisors(number))) > most:
             most = num_divisors
             yield number
+
+
+def _divisors(number: int) -> set[int]:
+    lows = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
+    return {*lows, *(number // low for low in lows)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +69,7 @@ class ElasticBatch:
 
 
 def elastic_batch(
-    micro_batches: Sequence[int],
-    *,
-    most: int,
-    min_ranks: int = 1,
-    max_ranks: int = 10_000,
-    prefer_larger: bool = True,
+    micro_batches: Sequence[int], *, most: int, min_ranks: int = 1, max_ranks: int = 10_000, prefer_larger: bool = True
 ) -> ElasticBatch:
     """The batch of at most `most` samples that the most numbers of ranks can train.
 
@@ -144,10 +143,8 @@ def elastic_batch_of_nodes(
         raise ValueError(
             f"elasticity.max_gpus: must be at least num_gpus_per_node, {ranks_per_node}, in version 0.2, got {max_ranks}"
         )
-    fewest = max(1, min_ranks // ranks_per_node)
-    node = _best(
-        micro_batches, most // ranks_per_node, fewest, max_ranks // ranks_per_node, prefer_larger=prefer_larger
-    )
+    fewest, largest = max(1, min_ranks // ranks_per_node), max_ranks // ranks_per_node
+    node = _best(micro_batches, most // ranks_per_node, fewest, largest, prefer_larger=prefer_larger)
     world_sizes = tuple(number * ranks_per_node for number in node.world_sizes)
     if world_size in world_sizes:
         return ElasticBatch(node.batch_size * ranks_per_node, node.micro_batches, world_sizes)
@@ -166,22 +163,10 @@ def valid_world_sizes(batch_size: int, micro_batches: Sequence[int], min_ranks: 
     >>> valid_world_sizes(12, [4, 6], 1, 10)
     (1, 2, 3)
     """
-    found = {
-        divisor
-        for size in micro_batches
-        if batch_size % size == 0
-        for low in range(1, math.isqrt(batch_size // size) + 1)
-        if batch_size // size % low == 0
-        for divisor in (low, batch_size // size // low)
-    }
+    found = set[int]().union(*(_divisors(batch_size // size) for size in micro_batches if batch_size % size == 0))
     return tuple(sorted(number for number in found if min_ranks <= number <= max_ranks))
 
 
 def _scaled(base: int, most: int) -> int:
     """`base` times the largest highly composite number that keeps it within `most`."""
-    factor = 1
-    for number in highly_composite_numbers():
-        if base * number > most:
-            return base * factor
-        factor = number
-    raise AssertionError("there are infinitely many highly composite numbers")
+    return base * max(takewhile(lambda number: base * number <= most, highly_composite_numbers()))

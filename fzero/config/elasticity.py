@@ -4,24 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from fzero.config.fields import Block, Count, Number
+from fzero.config.fields import Block, Count, Number, only
 
 if TYPE_CHECKING:
     from fzero.config.elastic_sizes import ElasticBatch
-
-
-def _one(value: int) -> int:
-    if value != 1:
-        raise ValueError("must be 1: there is no model-parallel axis")
-    return value
-
-
-def _known(value: float) -> float:
-    if value not in (0.1, 0.2):
-        raise ValueError("must be 0.1 or 0.2")
-    return value
 
 
 class Elasticity(Block):
@@ -39,13 +27,15 @@ class Elasticity(Block):
     """Larger numbers of ranks are not counted when the batch is chosen."""
     num_gpus_per_node: Count = 1
     """With version 0.2: the ranks of a node; a job has full nodes."""
-    model_parallel_size: Annotated[Count, AfterValidator(_one)] = 1
+    model_parallel_size: Annotated[
+        Count, only(lambda value: value == 1, "must be 1: there is no model-parallel axis")
+    ] = 1
     """Must be 1: there is no model-parallel axis."""
     prefer_larger_batch: bool = True
     """If several batches can be trained by equally many numbers of ranks: true chooses the largest, false the smallest."""
     ignore_non_elastic_batch_info: bool = False
     """Whether batch sizes given beside this block are ignored instead of an error."""
-    version: Annotated[Number, AfterValidator(_known)] = 0.2
+    version: Annotated[Number, only(lambda value: value in (0.1, 0.2), "must be 0.1 or 0.2")] = 0.2
     """0.1: the batch is the same on all numbers of ranks that can train it, and others are an error. 0.2 counts nodes, and
     chooses a separate batch for a number of ranks that cannot train the common one."""
 
@@ -67,14 +57,10 @@ class Elasticity(Block):
         """
         from fzero.config.elastic_sizes import elastic_batch, elastic_batch_of_nodes
 
-        assert self.micro_batch_sizes is not None and self.max_train_batch_size is not None
-        limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": self.max_train_batch_size}
+        sizes, most, is_larger = self.micro_batch_sizes, self.max_train_batch_size, self.prefer_larger_batch
+        assert sizes is not None and most is not None
+        limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": most}
         if self.version == 0.1:
-            return elastic_batch(self.micro_batch_sizes, prefer_larger=self.prefer_larger_batch, **limits)
-        return elastic_batch_of_nodes(
-            self.micro_batch_sizes,
-            world_size=world_size,
-            ranks_per_node=self.num_gpus_per_node,
-            prefer_larger=self.prefer_larger_batch,
-            **limits,
-        )
+            return elastic_batch(sizes, prefer_larger=is_larger, **limits)
+        limits |= {"world_size": world_size, "ranks_per_node": self.num_gpus_per_node}
+        return elastic_batch_of_nodes(sizes, prefer_larger=is_larger, **limits)

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 
@@ -23,13 +16,18 @@ def number(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _positive(value: int) -> int:
-    if value < 1:
-        raise ValueError("must be at least 1")
-    return value
+def only(holds: Callable[[Any], bool], rule: str) -> AfterValidator:
+    """A check of a value: the error is `rule`."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError(rule)
+        return value
+
+    return AfterValidator(check)
 
 
-Count = Annotated[int, BeforeValidator(number), AfterValidator(_positive)]
+Count = Annotated[int, BeforeValidator(number), only(lambda value: value >= 1, "must be at least 1")]
 """A positive integer; an integral float such as 5e8 is one."""
 Elements = Annotated[int, BeforeValidator(number), Field(ge=0)]
 """A number of elements, 0 included."""
@@ -71,6 +69,12 @@ def _dtype(value: object) -> object:
 
 Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dtype)]
 """A dtype by torch's name or DeepSpeed's (`fp32`, `fp16`, `bf16`)."""
+
+
+def problems_of(error: ValidationError, *within: str) -> list[str]:
+    """A line for each wrong value: its dotted name, which begins with `within`, the message, and the value."""
+    lines = ((".".join([*within, *map(str, e["loc"])]), message_of(e), e["input"]) for e in error.errors())
+    return [f"{name}: {message}, got {value!r}" for name, message, value in lines]
 
 
 def message_of(detail: ErrorDetails) -> str:

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
 from torch import Tensor
 
 import fzero.optim as optim
-from fzero.config.fields import Beta, Block, Count, Number, Rate, message_of
+from fzero.config.fields import Beta, Block, Count, Number, Rate, problems_of
 from fzero.config.files import ConfigError
 from fzero.optim.torch_classes import classes, find
 
@@ -81,12 +73,9 @@ class LionParams(Block):
     weight_decay: Rate = 0.0
 
 
-class LambParams(Block):
+class LambParams(AdamWParams):
     """`optimizer.params` of Lamb; defaults are DeepSpeed's."""
 
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
     weight_decay: Rate = 0.0
     max_coeff: Rate = 10.0
     """The largest trust ratio."""
@@ -158,7 +147,6 @@ class OptimizerBlock(Block):
 
     @property
     def lr(self) -> float:
-        """The configured learning rate."""
         return float(self.params.lr)
 
     def is_elementwise(self, kind: str) -> bool:
@@ -190,33 +178,31 @@ class OptimizerBlock(Block):
             values["lr"] = lr
         if momentum is not None:
             values["betas"] = (momentum, values["betas"][1])
-        return self._make(values, contents, kind)
+        self._check(kind, contents)
+        return self._make(values if self.is_elementwise(kind) else {**values, "contents": contents}, kind)
 
-    @abstractmethod
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        """The transform of these hyper-parameters."""
-
-    def _needed(self, contents: ShardContents | None) -> ShardContents:
-        if contents is None:
+    def _check(self, kind: str, contents: ShardContents | None) -> None:
+        if contents is None and not self.is_elementwise(kind):
             raise ValueError(
                 f"{self.type}: looks at full parameters, so that its transform needs contents, got None; pass them"
             )
-        return contents
+
+    def _make(self, values: dict[str, Any], kind: str) -> Transform:
+        """The transform of these hyper-parameters: by default the one that has the optimizer's name."""
+        made: Transform = getattr(optim, self.type.lower())(**values)
+        return made
 
 
 class AdamW(OptimizerBlock):
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.adamw(**values)
-
 
 class Adam(OptimizerBlock):
     type: Literal["Adam"] = "Adam"
     params: AdamParams = AdamParams()
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], kind: str) -> Transform:
         return (optim.adamw if values.pop("adam_w_mode") else optim.adam)(**values)
 
 
@@ -224,24 +210,15 @@ class SGD(OptimizerBlock):
     type: Literal["SGD"] = "SGD"
     params: SGDParams = SGDParams()
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.sgd(**values)
-
 
 class Adagrad(OptimizerBlock):
     type: Literal["Adagrad"] = "Adagrad"
     params: AdagradParams = AdagradParams()
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.adagrad(**values)
-
 
 class Lion(OptimizerBlock):
     type: Literal["Lion"] = "Lion"
     params: LionParams = LionParams()
-
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.lion(**values)
 
 
 class Lamb(OptimizerBlock):
@@ -250,9 +227,6 @@ class Lamb(OptimizerBlock):
 
     def is_elementwise(self, kind: str) -> bool:
         return False
-
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.lamb(**values, contents=self._needed(contents))
 
 
 class Adafactor(OptimizerBlock):
@@ -264,9 +238,6 @@ class Adafactor(OptimizerBlock):
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return "matrix" if len(shape) >= 2 else "vector"
-
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
-        return optim.adafactor(**values, contents=self._needed(contents))
 
 
 class Muon(OptimizerBlock):
@@ -280,15 +251,18 @@ class Muon(OptimizerBlock):
         """Muon for matrices without embeddings and the output layer, Adam for the rest, as in DeepSpeed."""
         return "muon" if len(shape) >= 2 and not any(x in name.lower() for x in ("embed", "lm_head")) else "adam"
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
+    def _check(self, kind: str, contents: ShardContents | None) -> None:
         if kind not in ("muon", "adam"):
             raise ValueError(f"Muon: the kind of parameters must be 'muon' or 'adam', got {kind!r}; ask kind_of")
+        super()._check(kind, contents)
+
+    def _make(self, values: dict[str, Any], kind: str) -> Transform:
         own_lr, now = values[f"{kind}_lr"], values["lr"]
         lr = now if own_lr is None else own_lr * (now / self.params.lr if self.params.lr else 1.0)
         if kind == "adam":
             return optim.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
-        given = {key: values[key] for key in ("momentum", "weight_decay", "ns_steps", "nesterov")}
-        return optim.muon(lr, **given, contents=self._needed(contents))
+        taken = ("momentum", "weight_decay", "ns_steps", "nesterov", "contents")
+        return optim.muon(lr, **{key: values[key] for key in taken})
 
 
 # Pydantic reads docstrings of fields from the source, which a model made at run time does not have.
@@ -309,7 +283,7 @@ class TorchOptimizer(OptimizerBlock):
         optim.torch_optimizer(self.type, **self.params.model_dump())
         return self
 
-    def _make(self, values: dict[str, Any], contents: ShardContents | None, kind: str) -> Transform:
+    def _make(self, values: dict[str, Any], kind: str) -> Transform:
         return optim.torch_optim.torch_transform(find(self.type), values)
 
 
@@ -327,9 +301,8 @@ def _torch_block(name: str, cls: type) -> type[TorchOptimizer]:
             kind: Any = Number if isinstance(default, int | float) else Any
             kind = {"lr": Rate, "betas": tuple[Beta, Beta]}.get(field, bool if isinstance(default, bool) else kind)
             fields[field] = (kind, default)
-    params: Any = create_model(
-        f"{name}Params", __base__=_TorchParams, __doc__=f"`optimizer.params` of {name}.", **fields
-    )
+    about = f"`optimizer.params` of {name}."
+    params: Any = create_model(f"{name}Params", __base__=_TorchParams, __doc__=about, **fields)
     literal: Any = Literal[name]
     return create_model(name, __base__=TorchOptimizer, type=(literal, name), params=(params, params()))
 
@@ -352,11 +325,8 @@ def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: st
         changed: Optimizer = type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
         return changed
     except ValidationError as error:
-        problems = [
-            f"{'.'.join([field, *map(str, e['loc'])])}: {message_of(e)}, got {e['input']!r}" for e in error.errors()
-        ]
         known = ", ".join(kind.model_fields)
-        raise ConfigError("\n".join(problems) + f"; {optimizer.type} has: {known}") from None
+        raise ConfigError("\n".join(problems_of(error, field)) + f"; {optimizer.type} has: {known}") from None
 
 
 def _optimizer_name(data: Any) -> Any:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    model_validator,
-)
+from pydantic import BeforeValidator, Field, model_validator
 
 from fzero.config.fields import Block, Count, Dtype, Rate, number
 from fzero.optim.loss_scale import LossScaling

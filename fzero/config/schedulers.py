@@ -6,11 +6,7 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import (
-    Discriminator,
-    Tag,
-    model_validator,
-)
+from pydantic import Discriminator, Tag, model_validator
 
 import fzero.optim as optim
 from fzero.config.fields import Beta, Block, Count, Elements, Rate
@@ -141,9 +137,9 @@ class OneCycle(Scheduler):
 
     def momentum(self) -> Schedule | None:
         p = self.params
-        return (
-            self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True) if p.cycle_momentum else None
-        )
+        if not p.cycle_momentum:
+            return None
+        return self._cycle(p.cycle_min_mom, p.cycle_max_mom, p.decay_mom_rate, inverse=True)
 
     def _cycle(self, low: float, high: float, decay_rate: float, *, inverse: bool = False) -> Schedule:
         p = self.params

@@ -7,7 +7,7 @@ fzero config --reference   # docs/config.md
 from __future__ import annotations
 
 import re
-from typing import Any, TypeGuard, get_args
+from typing import Any, get_args
 
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +16,7 @@ from fzero.config.autotuning import Autotuning
 from fzero.config.config import Config
 from fzero.config.conflicts import values
 from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, OFF, REFUSED
-from fzero.config.fields import Block, block_of
+from fzero.config.fields import block_of
 from fzero.config.optimizers import OPTIMIZERS, TorchOptimizer
 from fzero.config.schedulers import SCHEDULERS, TorchScheduler
 
@@ -89,23 +89,16 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
         if block_of_field is not None and name not in ("optimizer", "scheduler"):
             path = f"{prefix}{name}"
             inner += _section(_spellings(path, field.alias), block_of_field, level=level, prefix=f"{path}.")
-            if not _is_block(field.annotation):
+            if field.annotation is not block_of_field:
                 rows.append(f"| {_spellings(name, field.alias)} | `None` | {meaning} |")
         elif name not in ("optimizer", "scheduler"):
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
-            rows.append(f"| {_spellings(name, field.alias)}{_choices(field.annotation)} | {default} | {meaning} |")
+            choices = ", ".join(str(choice) for choice in get_args(field.annotation) if isinstance(choice, str | int))
+            shown = _spellings(name, field.alias) + (f" ({choices})" if choices else "")
+            rows.append(f"| {shown} | {default} | {meaning} |")
     about = [re.sub(r"\s+", " ", block.__doc__), ""] if prefix else []
     return [*lines, *about, "| key | default | meaning |", "| --- | --- | --- |", *rows, "", *inner]
 
 
-def _is_block(annotation: Any) -> TypeGuard[type[Block]]:
-    return isinstance(annotation, type) and issubclass(annotation, Block)
-
-
 def _spellings(name: str, alias: str | None) -> str:
     return f"`{name}`" + (f" or `{alias}`" if alias else "")
-
-
-def _choices(annotation: Any) -> str:
-    choices = [str(choice) for choice in get_args(annotation) if isinstance(choice, str | int)]
-    return f" ({', '.join(choices)})" if choices else ""

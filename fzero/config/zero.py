@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from operator import not_
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
-from fzero.config.fields import Beta, Block, Count, Elements, number
+from fzero.config.fields import Beta, Block, Count, Elements, number, only
 from fzero.config.offload import OffloadOptimizer, OffloadParam, if_somewhere
 
 
@@ -89,6 +90,13 @@ class ZeroOptimization(Block):
     Adafactor and Muon always do."""
 
 
+_NO_PARTITIONS = (
+    "must be false: it divides the kept inputs over model-parallel ranks, and there is no model-parallel axis; set "
+    "cpu_checkpointing instead to keep them in host memory"
+)
+_NO_CONTIGUOUS_BUFFERS = "must be false: it needs partition_activations, which is refused; leave it out"
+
+
 class ActivationCheckpointing(Block):
     """DeepSpeed key `activation_checkpointing`. As in DeepSpeed, the block alone (without `every`) checkpoints nothing."""
 
@@ -97,24 +105,7 @@ class ActivationCheckpointing(Block):
     is every unit. None checkpoints the units that `make_train_step(checkpoint=...)` names."""
     cpu_checkpointing: bool = False
     """Kept inputs wait in host memory; no effect when nothing is checkpointed, or on the CPU."""
-    partition_activations: bool = False
+    partition_activations: Annotated[bool, only(not_, _NO_PARTITIONS)] = False
     """Refused: there is no model-parallel axis to divide kept inputs over."""
-    contiguous_memory_optimization: bool = False
+    contiguous_memory_optimization: Annotated[bool, only(not_, _NO_CONTIGUOUS_BUFFERS)] = False
     """Refused: it needs `partition_activations`."""
-
-    @field_validator("partition_activations")
-    @classmethod
-    def _no_partitions(cls, value: bool) -> bool:
-        if value:
-            raise ValueError(
-                "must be false: it divides the kept inputs over model-parallel ranks, and there is no model-parallel axis; "
-                "set cpu_checkpointing instead to keep them in host memory"
-            )
-        return value
-
-    @field_validator("contiguous_memory_optimization")
-    @classmethod
-    def _no_contiguous_buffers(cls, value: bool) -> bool:
-        if value:
-            raise ValueError("must be false: it needs partition_activations, which is refused; leave it out")
-        return value

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from fzero.common.text_tables import as_text
 from fzero.comms import collectives, process_group
 from fzero.comms.failures import TIMEOUT
-from fzero.engine import param_views as live_params
 from fzero.engine.initialize import check_may_join
+from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import merged
 
 
@@ -58,10 +58,6 @@ def init_distributed(
     process_group.join("cuda" if backend == "nccl" else "cpu", timeout=timeout)
 
 
-def is_initialized() -> bool:
-    return dist.is_initialized()
-
-
 def get_rank(group: Any = None) -> int:
     """This process's rank; 0 without a process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
@@ -87,7 +83,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
         show_straggler: whether to print also the shortest and longest wait of any rank.
         return_dict: whether to return this rank's numbers: `{"summary": {collective: {bytes: {"count": …}}}, …}`.
     """
-    log = merged([engine.comms_log for engine in live_params.engines() if engine.comms_log is not None])
+    log = merged([engine.comms_log for engine in ENGINES if engine.comms_log is not None])
     waited = collectives.exchange(dict(log.waited), process_group.job()) if show_straggler else [log.waited]
     if get_rank() == 0:
         for table in log.tables(waited):

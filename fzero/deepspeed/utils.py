@@ -69,11 +69,9 @@ def safe_get_full_optimizer_state(param: Tensor, optim_state_key: str) -> Tensor
     *Collective:* every rank.
     """
     engine, name = _found(param)
-    return (
-        None
-        if _is_frozen(engine, name)
-        else whole.optimizer_state_of(engine.train_step, engine.state, name, optim_state_key)
-    )
+    if _is_frozen(engine, name):
+        return None
+    return whole.optimizer_state_of(engine.train_step, engine.state, name, optim_state_key)
 
 
 def safe_set_full_optimizer_state(param: Tensor, value: Tensor, optim_state_key: str) -> None:

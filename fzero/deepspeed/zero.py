@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
-from types import TracebackType
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from fzero.engine.param_views import engine_of
 from fzero.resharding.parameters import full_params, with_weight
 
 
-class Init:
+class Init(AbstractContextManager["Init"]):
     """Has no effect on models made inside: they are in this process's memory in full, until `initialize` shards them.
 
     A model that does not fit can be made on `meta`, and filled unit by unit by `fzero.make_train_step` (docs/deepspeed.md).
@@ -32,14 +32,17 @@ class Init:
                 stacklevel=2,
             )
 
-    def __enter__(self) -> Init:
-        return self
-
     def __exit__(self, *error: object) -> None:
         pass
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(
+    params: Tensor | Iterable[Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """Inside, the parameters are full: copies, in every stage.
 
     *Collective:* every rank, with the same parameters, to enter and to leave.
@@ -50,61 +53,38 @@ class GatheredParameters:
             raises on all ranks when one of them has changed a value.
         enabled: False does nothing.
     """
-
-    def __init__(
-        self,
-        params: Tensor | Iterable[Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
-        self._engine = next(filter(None, map(engine_of, given)), None) if enabled else None
-        self._modifier = modifier_rank
-        self._names: list[str] = []
-        if self._engine is not None:
-            named = map(self._engine.live.name_of, given)
-            self._names = sorted({name for name in named if name is not None})
-
-    def __enter__(self) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        engine.active_step()
-        self._outer = engine.is_gathered
-        self._whole = full_params(engine.train_step, engine.state, self._names)
-        self._before = {name: _fingerprint(value) for name, value in self._whole.items()}
-        for name, value in self._whole.items():
-            engine.live.show(name, value)
-        engine.is_gathered = self._outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        engine = self._engine
-        if engine is None:
-            return
-        engine.is_gathered = self._outer
-        values = {name: engine.live.own[name].data for name in self._names}
+    given = [params] if isinstance(params, Tensor) else list(params)
+    engine = next(filter(None, map(engine_of, given)), None) if enabled else None
+    if engine is None:
+        yield
+        return
+    engine.active_step()
+    names = sorted({name for name in map(engine.live.name_of, given) if name is not None})
+    outer, whole = engine.is_gathered, full_params(engine.train_step, engine.state, names)
+    before = {name: _fingerprint(value) for name, value in whole.items()}
+    for name, value in whole.items():
+        engine.live.show(name, value)
+    engine.is_gathered = outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
+    try:
+        yield
+    finally:
+        engine.is_gathered = outer
+        values = {name: engine.live.own[name].data for name in names}
         engine.show_state()
-        if kind is not None:
-            return
-        axis = engine.train_step.runtime.mesh.world
-        if self._modifier is not None:
-            for name, value in values.items():
-                told = collectives.broadcast(
-                    value.contiguous(), axis, source=self._modifier, label=Label("other", name)
-                )
-                engine.state = with_weight(engine.train_step, engine.state, name, told)
-            return
-        changed = [name for name, value in values.items() if _fingerprint(value) != self._before[name]]
-        world = collectives.exchange(changed, axis, label=Label("other"))
-        for rank, names in enumerate(world):
-            if names:
-                raise RuntimeError(
-                    f"GatheredParameters: {names[0]!r} must not change while modifier_rank is None, and was changed on rank "
-                    f"{rank}; pass modifier_rank={rank}, whose values all ranks then get"
-                )
+    axis = engine.train_step.runtime.mesh.world
+    if modifier_rank is not None:
+        for name, value in values.items():
+            label = Label("other", name)
+            told = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)
+            engine.state = with_weight(engine.train_step, engine.state, name, told)
+        return
+    changed = [name for name, value in values.items() if _fingerprint(value) != before[name]]
+    for rank, of_rank in enumerate(collectives.exchange(changed, axis, label=Label("other"))):
+        if of_rank:
+            raise RuntimeError(
+                f"GatheredParameters: {of_rank[0]!r} must not change while modifier_rank is None, and was changed on rank "
+                f"{rank}; pass modifier_rank={rank}, whose values all ranks then get"
+            )
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

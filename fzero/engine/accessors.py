@@ -13,7 +13,7 @@ from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
-from fzero.engine.monitor import CsvMonitor, TensorBoardMonitor
+from fzero.engine.monitor import Write
 from fzero.engine.settings import Settings
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
@@ -42,7 +42,7 @@ class Accessors(Settings):
     _micro_batch: int | None
     _boundary: bool | None
     _is_applied: bool
-    _monitors: list[CsvMonitor | TensorBoardMonitor]
+    _monitors: list[Write]
     _watch: StepLog
     comms_log: CommsLog | None
 
@@ -141,21 +141,28 @@ class Accessors(Settings):
         return self._is_applied
 
     def get_lr(self) -> list[float]:
-        return [] if self.optimizer is None else [lr_of(group) for group in self.optimizer.param_groups]
+        return [lr_of(group) for group in self._groups]
 
     def get_mom(self) -> list[Any]:
         """The momentum of each group, or its betas."""
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return [group.get("betas", group.get("momentum", 0.0)) for group in groups]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups]
 
     def set_lr(self, lr: float) -> None:
         """Sets the learning rate of all groups, until a scheduler writes one."""
         if isinstance(lr, bool) or not isinstance(lr, int | float | Tensor):
-            refuse(
-                "set_lr", "given a number", lr, "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
-            )
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+            fix = "pass one rate for all groups, or write optimizer.param_groups[i]['lr']"
+            refuse("set_lr", "given a number", lr, fix)
+        for group in self._groups:
             group["lr"] = lr
+
+    @property
+    def hyper(self) -> list[dict[str, Any]]:
+        """The param groups with parameters, in the step's order."""
+        return [group for group in self._groups if group["params"]]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     def module_state_dict(
         self,
@@ -177,12 +184,11 @@ class Accessors(Settings):
                 "module_state_dict: keep_vars must be False, got True: gathered weights are copies; leave it out"
             )
         frozen = self._frozen if exclude_frozen_parameters else set()
-        full = self.train_step.gather(self.state)
-        found = {f"{prefix}{name}": x for name, x in full.items() if name not in frozen}
-        if destination is None:
-            return found
-        destination.update(found)
-        return destination
+        found = {} if destination is None else destination
+        for name, x in self.train_step.gather(self.state).items():
+            if name not in frozen:
+                found[f"{prefix}{name}"] = x
+        return found
 
     @property
     def _frozen(self) -> set[str]:
@@ -193,9 +199,8 @@ class Accessors(Settings):
         """The full weights in the model's dtypes, on rank 0; None on the others. *Collective:* every rank."""
         step = self.train_step
         full = step.gather(self.state, to="rank0")
-        params = dict(step.recipe.model.named_parameters(remove_duplicate=False))
         frozen = self._frozen if exclude_frozen_parameters else set()
-        like = {name: param.dtype for name, param in params.items()}
+        like = {name: x.dtype for name, x in step.recipe.model.named_parameters(remove_duplicate=False)}
         found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return found if step.rank == 0 else None
 
@@ -220,11 +225,10 @@ class Accessors(Settings):
             events = {"train_loss": metrics.loss.item(), "lr": metrics.lr.item()}
             if self.cfg.scales_loss:
                 events["loss_scale"] = metrics.loss_scale.item()
-            for monitor in self._monitors:
-                monitor.write(events, self.global_samples)
+            for write in self._monitors:
+                write(events, self.global_samples)
         if every and self.global_steps % every == 0:
-            self.log_line(
-                f"step={self.global_steps}, skipped={self.skipped_steps}, lr={self.get_lr()}, mom={self.get_mom()}"
-            )
+            counts = f"step={self.global_steps}, skipped={self.skipped_steps}"
+            self.log_line(f"{counts}, lr={self.get_lr()}, mom={self.get_mom()}")
         for table in self._watch.report(before):
             self.log_line(table)

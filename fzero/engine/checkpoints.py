@@ -25,15 +25,13 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
 from fzero.engine.client_optimizers import lr_of
+from fzero.engine.module import HoldsModule
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-class KeepsFiles(Accessors):
+class KeepsFiles(HoldsModule):
     """The part of `Engine` that reads and writes files."""
-
-    active_step: Any
-    zero_grad: Any
 
     def save_checkpoint(
         self,
@@ -47,7 +45,7 @@ class KeepsFiles(Accessors):
 
         The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
         """
-        self.active_step()
+        step, world = self.active_step(), self.train_step.runtime.mesh.world
         check_path("save_checkpoint: save_dir", save_dir)
         check_kind("client_state", client_state, Mapping | None, "a mapping", "pass one, such as {'epoch': 3}")
         if tag is not None and not str(tag):
@@ -56,7 +54,25 @@ class KeepsFiles(Accessors):
             raise ValueError(
                 "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
             )
-        _save(self, Path(save_dir), tag, dict(client_state or {}), save_latest=save_latest)
+        meet("Engine.save_checkpoint", world)
+        folder = Path(save_dir)
+        tag = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
+        if self.open_window is not None and self.open_window.loss_stats:
+            lost = "gradients since the last update are not saved; call it after an update to lose none"
+            warnings.warn(f"save_checkpoint: {lost}", stacklevel=2)
+        scheduler, loader = self.lr_scheduler, self.training_dataloader
+        progress = {
+            "counters": {name: getattr(self, name) for name in COUNTERS},
+            "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
+            "groups": [_plain_values(group) for group in self.hyper],
+            "data": None if loader is None else loader.state_dict(),
+        }
+        state, client = self.state._replace(rng=_random_state_of(self)), dict(client_state or {})
+        check_same_folder(world, folder, "save_checkpoint")
+        of_rank_0(world, lambda: files.claim(folder))
+        save_state(state, folder / tag, step=step, client={"engine": progress, "client": client}, keep=1)
+        if save_latest:
+            of_rank_0(world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
         return True
 
     def load_checkpoint(
@@ -79,10 +95,42 @@ class KeepsFiles(Accessors):
                              "the weights to fzero.load_weights")  # fmt: skip
         check_path("load_checkpoint: load_dir", load_dir)
         self.zero_grad()
-        return _load(
-            self, Path(load_dir), tag, optimizer=load_optimizer_states and not load_module_only,
-            scheduler=load_lr_scheduler_states and not load_module_only, counters=not load_module_only,
-        )  # fmt: skip
+        step, world, folder = self.train_step, self.train_step.runtime.mesh.world, Path(load_dir)
+        takes_optimizer = load_optimizer_states and not load_module_only
+        meet("Engine.load_checkpoint", world)
+        if tag is None:
+            tag = of_rank_0(world, lambda: files.latest_of(folder) if (folder / files.LATEST).exists() else None)
+            if tag is None:
+                text = f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded"
+                warnings.warn(text, stacklevel=2)
+                return None, None
+        path = folder / tag
+        if takes_optimizer and self.optimizer is not None:
+            step = self.step_to_load(of_rank_0(world, lambda: starts(path)))
+            state, client, _ = load_state(path, step=step)
+            self.take_over(step, state)
+        else:
+            self.take_over(step, load_weights(path, step=step))
+            client = together(world, lambda: files.read_client(files.find(path)))
+        progress = client["engine"] if isinstance(client, dict) and "engine" in client else None
+        if progress is None:
+            raise CheckpointError(
+                f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; load it with fzero.load"
+            )
+        if takes_optimizer:
+            _set_random_state(self)
+            for group, values in zip(self.hyper, progress["groups"]):
+                group.update(values)
+        if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, progress["scheduler"]):
+            self.lr_scheduler.load_state_dict(progress["scheduler"])
+        if not load_module_only:
+            for name in COUNTERS:
+                setattr(self, name, progress["counters"][name])
+            self.counted_from = self.micro_steps
+            if self.training_dataloader is not None and progress["data"] is not None:
+                self.training_dataloader.load_state_dict(progress["data"])
+        self.show_state()
+        return str(path), client["client"]
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -95,100 +143,28 @@ class KeepsFiles(Accessors):
             save_filename: `model.safetensors` selects `fzero.checkpoint.save_16bit_model`, which gathers one unit at a time.
         """
         check_path("save_16bit_model: save_dir", save_dir)
-        return _save_16bit(self, Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+        folder, name = Path(save_dir), save_filename
+        if name.endswith(".safetensors"):
+            if name != "model.safetensors" or exclude_frozen_parameters:
+                raise ValueError(
+                    f"save_16bit_model: safetensors files are named model.safetensors and hold all weights, got {name!r} and "
+                    f"exclude_frozen_parameters={exclude_frozen_parameters}; leave that out, or write a .bin"
+                )
+            save_16bit_model(self.state, folder, step=self.train_step)
+            return True
+        full = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+        def write() -> None:
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f".{name}.new"
+            with create(beside) as file:
+                torch.save(full, file)
+            beside.rename(folder / name)
+
+        of_rank_0(self.train_step.runtime.mesh.world, write)
+        return True
 
     save_fp16_model = save_16bit_model
-
-
-def _save(engine: Any, folder: Path, tag: str | None, client: dict[str, Any], *, save_latest: bool) -> None:
-    """See `KeepsFiles.save_checkpoint`."""
-    step = engine.train_step
-    meet("Engine.save_checkpoint", step.runtime.mesh.world)
-    tag = _agreed_tag(engine, str(tag if tag is not None else f"global_step{engine.global_steps}"))
-    if engine.open_window is not None and engine.open_window.loss_stats:
-        warnings.warn(
-            "save_checkpoint: gradients since the last update are not saved; call it after an update to lose none",
-            stacklevel=3,
-        )
-    progress = {
-        "counters": {name: getattr(engine, name) for name in COUNTERS},
-        "scheduler": _scheduler_state(engine),
-        "groups": [_plain_values(group) for group in engine.hyper],
-        "data": None if engine.training_dataloader is None else engine.training_dataloader.state_dict(),
-    }
-    state = engine.state._replace(rng=_random_state_of(engine))
-    check_same_folder(step.runtime.mesh.world, folder, "save_checkpoint")
-    of_rank_0(step.runtime.mesh.world, lambda: files.claim(folder))
-    save_state(state, folder / tag, step=step, client={"engine": progress, "client": client}, keep=1)
-    if save_latest:
-        of_rank_0(step.runtime.mesh.world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
-
-
-def _load(
-    engine: Any, folder: Path, tag: str | None, *, optimizer: bool, scheduler: bool, counters: bool
-) -> tuple[str | None, dict[str, Any] | None]:
-    """See `KeepsFiles.load_checkpoint`."""
-    step = engine.train_step
-    meet("Engine.load_checkpoint", step.runtime.mesh.world)
-    if tag is None:
-        tag = of_rank_0(step.runtime.mesh.world, lambda: _latest(folder))
-        if tag is None:
-            warnings.warn(f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded", stacklevel=3)
-            return None, None
-    path = folder / tag
-    if optimizer and engine.optimizer is not None:
-        step = engine.step_to_load(of_rank_0(step.runtime.mesh.world, lambda: starts(path)))
-        state, client, _ = load_state(path, step=step)
-        engine.take_over(step, state)
-    else:
-        engine.take_over(step, load_weights(path, step=step))
-        client = together(step.runtime.mesh.world, lambda: files.read_client(files.find(path)))
-    progress = client["engine"] if isinstance(client, dict) and "engine" in client else None
-    if progress is None:
-        raise CheckpointError(
-            f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; load it with fzero.load"
-        )
-    if optimizer:
-        _set_random_state(engine)
-        for group, values in zip(engine.hyper, progress["groups"]):
-            group.update(values)
-    if scheduler and engine.lr_scheduler is not None and progress["scheduler"] is not None:
-        engine.lr_scheduler.load_state_dict(progress["scheduler"])
-    if counters:
-        for name in COUNTERS:
-            setattr(engine, name, progress["counters"][name])
-        engine.counted_from = engine.micro_steps
-        if engine.training_dataloader is not None and progress["data"] is not None:
-            engine.training_dataloader.load_state_dict(progress["data"])
-    engine.show_state()
-    return str(path), client["client"]
-
-
-def _save_16bit(engine: Any, folder: Path, name: str, *, exclude_frozen: bool) -> bool:
-    """See `KeepsFiles.save_16bit_model`."""
-    step = engine.train_step
-    if name.endswith(".safetensors"):
-        if name != "model.safetensors" or exclude_frozen:
-            raise ValueError(
-                f"save_16bit_model: safetensors files are named model.safetensors and hold all weights, got {name!r} and "
-                f"exclude_frozen_parameters={exclude_frozen}; leave that out, or write a .bin"
-            )
-        save_16bit_model(engine.state, folder, step=step)
-        return True
-    full = engine.consolidated_16bit_state_dict(exclude_frozen_parameters=exclude_frozen)
-
-    def write() -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f".{name}.new"
-        with create(beside) as file:
-            torch.save(full, file)
-        beside.rename(folder / name)
-
-    of_rank_0(step.runtime.mesh.world, write)
-    return True
-
-
-# --- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _agreed_tag(engine: Accessors, tag: str) -> str:
@@ -199,18 +175,8 @@ def _agreed_tag(engine: Accessors, tag: str) -> str:
         message = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
             raise ValueError(f"{message} where checkpoint.tag_validation is not FAIL; pass the same tag")
-        warnings.warn(message, stacklevel=4)
+        warnings.warn(message, stacklevel=3)
     return tags[0]
-
-
-def _latest(folder: Path) -> str | None:
-    path = folder / files.LATEST
-    return files.latest_of(folder) if path.exists() else None
-
-
-def _scheduler_state(engine: Any) -> Any:
-    scheduler = engine.lr_scheduler
-    return scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
 
 
 def _plain_values(group: dict[str, Any]) -> dict[str, Any]:

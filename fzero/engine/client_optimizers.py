@@ -62,7 +62,8 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     kind = _block_of(optimizer)
     takers = [_taker(of_group) for of_group in names]
     if kind is not None:
-        blocks = [_made(kind, group) for group in groups]
+        blank: Any = kind.model_validate({"type": kind.__name__})
+        blocks = [with_overrides(blank, _values(blank, group), "optimizer.param_groups") for group in groups]
         rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
         return Groups(blocks[0], None, rest, optimizer.param_groups, held)
     makes = [_maker(type(optimizer), group) for group in groups]
@@ -88,12 +89,8 @@ def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer,
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
     groups = [group for group in groups if group["params"]]
     names = _names_in(model, [group["params"] for group in groups], "model_parameters")
-    blocks = [
-        with_overrides(
-            configured, {k: v for k, v in group.items() if k not in (*_HOW, "name")}, f"model_parameters[{index}]"
-        )
-        for index, group in enumerate(groups)
-    ]
+    own = [{k: v for k, v in group.items() if k not in (*_HOW, "name")} for group in groups]
+    blocks = [with_overrides(configured, values, f"model_parameters[{i}]") for i, values in enumerate(own)]
     takers = [_taker(of_group) for of_group in names]
     rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
     seen = [{**group, **block.params.model_dump()} for group, block in zip(groups, blocks)]
@@ -121,9 +118,6 @@ def lr_of(group: Hyper) -> float:
     return float(lr.item() if isinstance(lr, Tensor) else lr)
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 
@@ -142,17 +136,13 @@ def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
     return OPTIMIZERS[_BLOCKS[found]]
 
 
-def _values(block: OptimizerBlock | type[OptimizerBlock], group: Hyper) -> Hyper:
+def _values(block: OptimizerBlock, group: Hyper) -> Hyper:
     """The hyper-parameters of a group that a block also has."""
-    params: Any = (block if isinstance(block, type) else type(block)).model_fields["params"].annotation
-    values = {key: group[key] for key in params.model_fields if key in group}
-    if "adam_w_mode" in params.model_fields and "decoupled_weight_decay" in group:
+    known = type(block.params).model_fields
+    values = {key: group[key] for key in known if key in group}
+    if "adam_w_mode" in known and "decoupled_weight_decay" in group:
         values["adam_w_mode"] = group["decoupled_weight_decay"]
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in values.items()}
-
-
-def _made(kind: type[OptimizerBlock], group: Hyper) -> Any:
-    return with_overrides(kind.model_validate({"type": kind.__name__}), _values(kind, group), "optimizer.param_groups")  # type: ignore[arg-type]
 
 
 def _arguments(cls: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
@@ -166,11 +156,7 @@ def _maker(cls: type[torch.optim.Optimizer], group: Hyper) -> Callable[[float], 
 
 
 def _names_in(model: nn.Module, groups: Sequence[Sequence[Tensor]], field: str) -> list[frozenset[str]]:
-    """The names of the parameters in each group.
-
-    Raises:
-        ConfigError: a group holds something else, or a parameter occurs twice.
-    """
+    """The names of the parameters in each group; raises for a group that holds something else, or one parameter twice."""
     names = {id(param): name for name, param in model.named_parameters()}
     seen: set[int] = set()
     for param in (param for group in groups for param in group):

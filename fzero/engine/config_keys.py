@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.fields import Block, Count, Elements, Number, message_of, number
+from fzero.config.fields import Block, Count, Elements, Number, number, problems_of
 
 
 class Monitor(Block):
@@ -70,33 +70,28 @@ class CommsLoggerKeys(Block):
         return names
 
 
-_OPERATIONS = {
+_COLLECTIVES = ("all_reduce", "broadcast", "all_gather", "stack", "swap", "reduce_scatter", "all_to_all")
+_OPERATIONS = dict(zip(_COLLECTIVES, _COLLECTIVES)) | {
     "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_to_all_single": "all_to_all",
-    "all_reduce": "all_reduce", "broadcast": "broadcast", "all_gather": "all_gather", "stack": "stack", "swap": "swap",
-    "reduce_scatter": "reduce_scatter", "all_to_all": "all_to_all",
 }  # fmt: skip
 """Collectives of fzero by their names and those of torch.distributed."""
 
 
-def _upper(value: object) -> object:
-    return value.upper() if isinstance(value, str) else value
-
-
-def _steps(value: object) -> object:
-    return None if value in (0, float("inf"), "inf") else value
+_UPPER = BeforeValidator(lambda value: value.upper() if isinstance(value, str) else value)
+_NULL_IS_NEVER = BeforeValidator(lambda value: None if value in (0, float("inf"), "inf") else value)
 
 
 class CheckpointKeys(Block):
     """The parts of DeepSpeed's key `checkpoint` that the engine honours."""
 
-    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], BeforeValidator(_upper)] = "WARN"
+    tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], _UPPER] = "WARN"
     """The reaction to ranks that save under different tags."""
 
 
 class EngineKeys(Block):
     """The keys that `fzero.initialize` honours besides those of a step."""
 
-    steps_per_print: Annotated[Count | None, BeforeValidator(_steps)] = None
+    steps_per_print: Annotated[Count | None, _NULL_IS_NEVER] = None
     """Rank 0 prints step, skipped steps, learning rate and momentum every `steps_per_print` steps."""
     wall_clock_breakdown: bool | None = False
     """Rank 0 prints after each step the duration of its parts, and the waits for collectives in them."""
@@ -129,15 +124,13 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     try:
         keys = EngineKeys.model_validate({key: value for key, value in given.items() if value is not None})
     except ValidationError as error:
-        lines = [f"{'.'.join(map(str, e['loc']))}: {message_of(e)}, got {e['input']!r}" for e in error.errors()]
-        raise ConfigError("\n".join(lines)) from None
-    if keys.flops_profiler.enabled and keys.flops_profiler.recompute_fwd_factor:
-        warnings.warn(
-            f"flops_profiler.recompute_fwd_factor: must be 0, got {keys.flops_profiler.recompute_fwd_factor:g}, which is "
-            f"ignored: forwards that run again in a backward are counted as they run; leave it out",
-            ConfigWarning,
-            stacklevel=3,
+        raise ConfigError("\n".join(problems_of(error))) from None
+    if keys.flops_profiler.enabled and (factor := keys.flops_profiler.recompute_fwd_factor):
+        text = (
+            f"flops_profiler.recompute_fwd_factor: must be 0, got {factor:g}, which is ignored: forwards that run again in a "
+            f"backward are counted as they run; leave it out"
         )
+        warnings.warn(text, ConfigWarning, stacklevel=3)
     return cfg, keys
 
 

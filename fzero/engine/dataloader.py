@@ -113,13 +113,9 @@ class RepeatingLoader:
         return len(self.loader)
 
     def __next__(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            self._batches = iter(self.loader)
-        try:
-            return next(self._batches)
-        except StopIteration:
-            raise ValueError(
-                "RepeatingLoader: the loader must yield at least one batch, and is empty; pass another"
-            ) from None
+        for _ in range(2):
+            try:
+                return next(self._batches)
+            except StopIteration:
+                self._batches = iter(self.loader)
+        raise ValueError("RepeatingLoader: the loader must yield at least one batch, and is empty; pass another")

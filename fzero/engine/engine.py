@@ -23,14 +23,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.engine import param_views as live_params
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
-from fzero.engine.module import HoldsModule
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
+from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import works_of
 from fzero.state import Metrics, TrainState
@@ -39,7 +38,7 @@ from fzero.step import AccumulationWindow, TrainStep
 T = TypeVar("T")
 
 
-class Engine(HoldsModule, KeepsFiles):
+class Engine(KeepsFiles):
     """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
 
     Attributes:
@@ -115,11 +114,8 @@ class Engine(HoldsModule, KeepsFiles):
                 "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            given = (
-                f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}"
-                if isinstance(loss, Tensor)
-                else type(loss)
-            )
+            is_tensor = isinstance(loss, Tensor)
+            given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
             raise ValueError(
                 f"engine.backward: needs a scalar loss that depends on the module's parameters, got {given}"
             )
@@ -211,11 +207,6 @@ class Engine(HoldsModule, KeepsFiles):
         step, groups = self.active_step(), self.hyper
         return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
 
-    @property
-    def hyper(self) -> list[dict[str, Any]]:
-        """The param groups with parameters, in the step's order."""
-        return [] if self.optimizer is None else [group for group in self.optimizer.param_groups if group["params"]]
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there are none."""
         if self.open_window is not None:
@@ -238,8 +229,6 @@ class Engine(HoldsModule, KeepsFiles):
         finally:
             self._is_syncing = True
 
-    # --- training mode -----------------------------------------------------------------------------------------------
-
     def train(self, mode: bool = True) -> Engine:
         self.module.train(mode)
         return self
@@ -247,17 +236,16 @@ class Engine(HoldsModule, KeepsFiles):
     def eval(self) -> Engine:
         return self.train(False)
 
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
         step, run = self.active_step(), "train" if self.module.training else "eval"
+        dtype = step.runtime.autocast
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
 
         def call() -> T:
             self._is_inside = True
             try:
-                with self._autocast():
+                with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
                     return function(*inputs, **kwargs)
             finally:
                 self._is_inside = False
@@ -276,16 +264,11 @@ class Engine(HoldsModule, KeepsFiles):
                     self.open_window = step.begin(self.state, measures_early=True)
                 return step.forward(self.open_window, call, run=run, still=still)
 
-    def _autocast(self) -> Any:
-        dtype = self.train_step.runtime.autocast
-        return nullcontext() if dtype is None else torch.autocast(self.train_step.device.type, dtype=dtype)
-
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
         """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
-        others = {
-            id(e.open_window.work): e for e in live_params.engines() if e is not self and e.open_window is not None
-        }
+        open_ = [engine for engine in ENGINES if engine is not self and engine.open_window is not None]
+        others = {id(engine.open_window.work): engine for engine in open_}
         with ExitStack() as stack:
             for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:
                 stack.enter_context(engine._guarded())

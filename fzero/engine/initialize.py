@@ -92,10 +92,8 @@ def initialize(
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     model = _on_own_device(model, distributed_port, dist_init_required)
     if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
-        optimizer = optimizer(
-            [p for p in model.parameters() if p.requires_grad] if model_parameters is None else model_parameters
-        )
-        model_parameters = None
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
     if not trains:
         model.requires_grad_(False)
     cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
@@ -119,11 +117,11 @@ def initialize(
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
         engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
-    _log(engine, keys)
+    if keys.dump_state:
+        engine.log_line(str(engine.cfg))
+    if keys.dump_state or keys.memory_breakdown:
+        engine.log_line(str(step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-# --- helpers -----------------------------------------------------------------------------------------------------
 
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:
@@ -170,9 +168,15 @@ def check_may_join(required: bool | None) -> None:
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader:
+    micro = step.recipe.cfg.batch_sizes(step.world_size).micro
+    if micro is None:
+        raise ConfigError(
+            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
+            "is given; give one"
+        )
     return ResumableLoader(
-        data, batch_size=_micro_batch(step.recipe.cfg, step.world_size), rank=step.rank, world_size=step.world_size,
-        drop_last=bool(keys.dataloader_drop_last), collate_fn=collate_fn, pin_memory=step.device.type == "cuda",
+        data, batch_size=micro, rank=step.rank, world_size=step.world_size, collate_fn=collate_fn,
+        drop_last=bool(keys.dataloader_drop_last), pin_memory=step.device.type == "cuda",
     )  # fmt: skip
 
 
@@ -182,8 +186,7 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
     check_may_join(required)
     if me is not None and me.by != "torchrun":
         os.environ.setdefault("MASTER_PORT", str(port))
-    on_cuda = torch.cuda.is_available() and not is_joined(without="nccl")
-    if not on_cuda:
+    if not torch.cuda.is_available() or is_joined(without="nccl"):
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     torch.cuda.set_device(device)
@@ -223,9 +226,8 @@ def _groups(
 def _one_scheduler(cfg: Config, lr_scheduler: Any) -> Config:
     if lr_scheduler is None or cfg.scheduler is None:
         return cfg
-    warnings.warn(
-        "scheduler: is also in the configuration; the script's lr_scheduler is used", ConfigWarning, stacklevel=3
-    )
+    both = "scheduler: is also in the configuration; the script's lr_scheduler is used"
+    warnings.warn(both, ConfigWarning, stacklevel=3)
     return cfg.model_copy(update={"scheduler": None})
 
 
@@ -240,20 +242,3 @@ def _check_parallelism(mpu: Any, mesh_param: tuple[int, int] | None, world_size:
             f"mesh_param: must be ({world_size}, 1), all ranks data-parallel and none sequence-parallel, got {mesh_param}; leave "
             f"it out"
         )
-
-
-def _micro_batch(cfg: Config, world_size: int) -> int:
-    micro = cfg.batch_sizes(world_size).micro
-    if micro is None:
-        raise ConfigError(
-            "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
-            "is given; give one"
-        )
-    return micro
-
-
-def _log(engine: Engine, keys: EngineKeys) -> None:
-    if keys.dump_state:
-        engine.log_line(str(engine.cfg))
-    if keys.dump_state or keys.memory_breakdown:
-        engine.log_line(str(engine.train_step.plan))

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from fzero.common.arguments import check_kind
 from fzero.comms.failures import meet
-from fzero.engine import param_views as live_params
 from fzero.engine.accessors import Accessors
-from fzero.engine.param_views import LiveParams
+from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.plans.plan import starts_of
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.resharding.reshard import reshard
@@ -57,6 +56,9 @@ class HoldsModule(Accessors):
     module: nn.Module
     live: LiveParams
     open_window: AccumulationWindow | None
+    _run: Callable[..., Any]
+    """The forward of `Engine`, as `zero_grad` is its own."""
+    zero_grad: Callable[..., None]
     _held: frozenset[str]
     """The names of the parameters that the optimizer holds."""
     _flags: Flags
@@ -69,18 +71,14 @@ class HoldsModule(Accessors):
     _is_inside = is_gathered = _is_away = False
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
-        """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`).
-
-        Args:
-            held: the names of the parameters that the optimizer holds.
-        """
+        """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`)."""
         self.module, self._held = module, held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
-        live_params.register(self)
+        ENGINES.add(self)
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:
@@ -91,12 +89,6 @@ class HoldsModule(Accessors):
             raise AttributeError(
                 f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists its attributes"
             ) from None
-
-    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        raise NotImplementedError
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        raise NotImplementedError
 
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
@@ -150,9 +142,8 @@ class HoldsModule(Accessors):
             )
         check_kind("load_module_state_dict", checkpoint, Mapping, "given a state dict", "pass module.state_dict()")
         step = self.active_step()
-        values: Mapping[str, Tensor] = (
-            checkpoint["module"] if isinstance(checkpoint.get("module"), Mapping) else checkpoint
-        )
+        inner = checkpoint.get("module")
+        values: Mapping[str, Tensor] = inner if isinstance(inner, Mapping) else checkpoint
         differing = sorted({*values} ^ {*step.runtime.stored_names})
         if strict and differing:
             raise ValueError(
@@ -244,12 +235,9 @@ class HoldsModule(Accessors):
         return any(names & still and not names <= still for names in trained)
 
     def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
-        """A step that trains these parameters; those that require no gradients get flat buffers of their own. *Collective:* every
-        rank.
+        """A step that trains these parameters; those that require no gradients get flat buffers of their own.
 
-        Args:
-            trained: names of parameters that the optimizer holds.
-            starts: when the optimizer state of each parameter began (`starts_of`); for others it begins now.
+        *Collective:* every rank. `starts`: when the optimizer state of each began (`starts_of`); for others it begins now.
         """
         numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
         anew = 1 + max(numbers.values(), default=-1)
@@ -271,9 +259,8 @@ class HoldsModule(Accessors):
         plan = self.train_step.plan
         trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
         buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
-        is_same = trained == starts_of(plan).keys() and all(
-            len({starts.get(n) for n in names}) == 1 for names in buffers
-        )
+        began_together = all(len({starts.get(name) for name in names}) == 1 for names in buffers)
+        is_same = began_together and trained == starts_of(plan).keys()
         return self.train_step if is_same else self._step_for(trained, starts)
 
     def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:
@@ -298,11 +285,9 @@ class HoldsModule(Accessors):
         """Moves the flat buffers of the state to a device, unless the model is on the CPU."""
         if self.device.type != "cpu":
             state = self.state
-            moved = optree.tree_map(
-                lambda x: x.to(device) if isinstance(x, Tensor) else x,
-                (state.params, state.master, state.grads, state.optimizer),
-            )
-            self.state = state._replace(**dict(zip(("params", "master", "grads", "optimizer"), moved)))
+            parts = {name: getattr(state, name) for name in ("params", "master", "grads", "optimizer")}
+            moved = optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, parts)
+            self.state = state._replace(**moved)
             self.show_state()
 
     def show_state(self) -> None:

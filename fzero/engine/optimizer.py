@@ -19,7 +19,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and write; `engine.step()` makes the update.
 
     Attributes:
-        param_groups: hyper-parameters to read and write, by group.
         overflow: whether the last update was skipped because a gradient was not finite.
         loss_scale: the factor of the next loss.
     """
@@ -78,9 +77,8 @@ class ConfiguredScheduler:
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Advances by one update, or to the one after `last_batch_iteration`."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
+        last = self.last_batch_iteration
+        self.last_batch_iteration = last + 1 if last_batch_iteration is None else last_batch_iteration
         self._write()
 
     def _write(self) -> None:

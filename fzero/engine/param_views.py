@@ -20,20 +20,9 @@ from fzero.runtime.own_params import is_bound, not_trained, with_present
 from sharding.views import unflatten
 
 _ALLOWED = {
-    *(
-        "size",
-        "dim",
-        "ndimension",
-        "numel",
-        "nelement",
-        "element_size",
-        "stride",
-        "storage_offset",
-        "get_device",
-        "data_ptr",
-    ),
+    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
-    *("requires_grad_", "__repr__", "__hash__", "__format__"),
+    *("data_ptr", "requires_grad_", "__repr__", "__hash__", "__format__"),
 }
 """Methods that work on a tensor without values."""
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
@@ -84,7 +73,6 @@ class LiveParams:
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         self.model, self.plan = model, plan
-        homes = {name: buffer for buffer in plan.flat_buffers for name in buffer.layout.names}
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._buffer_slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
@@ -93,7 +81,9 @@ class LiveParams:
             for key, param in module._parameters.items():
                 if param is not None:
                     name = plan.aliases.get(dot + key, dot + key)
-                    self.own.setdefault(name, self._present(param, homes[name].dtypes.param))
+                    if name not in self.own:  # on `meta` it cannot hold values
+                        is_new = param.is_meta
+                        self.own[name] = nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
                     module._parameters[key] = self.own[name]
                     self._slots.append((module, key, name))
             for key, buffer in module._buffers.items():
@@ -116,24 +106,16 @@ class LiveParams:
             if isinstance(param, PartitionedParameter):
                 param.fzero_plain.requires_grad_(param.requires_grad)
 
-    @staticmethod
-    def _present(param: nn.Parameter, dtype: str) -> nn.Parameter:
-        """The parameter itself; for one on `meta`, which cannot hold values, a new one."""
-        if not param.is_meta:
-            return param
-        return nn.Parameter(torch.empty(0), requires_grad=param.requires_grad)
-
     def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
         """Makes the parameters views of the flat buffers of a state."""
         for buffer in self.plan.flat_buffers:
             flat = params[buffer.key]
-            is_here = not buffer.flow.gathers_over
-            views = unflatten(flat.detach(), buffer.layout) if is_here else {}
-            for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
-                if is_here:
-                    self.show(name, views[name])
-                else:
+            if buffer.flow.gathers_over:
+                for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
                     self.hide(name, shape, flat.dtype, device)
+            else:
+                for name, view in unflatten(flat.detach(), buffer.layout).items():
+                    self.show(name, view)
 
     def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         for module, key, name in self._buffer_slots:
@@ -177,9 +159,10 @@ class LiveParams:
         for name, param in self.own.items():
             if param.grad is not None:
                 raise not_trained(name)
-            given = self._given.get(name)
-            now = _identity(param) if given is not None else None
-            if now is not None and given is not None and now[:2] != given[:2]:
+            if (given := self._given.get(name)) is None:
+                continue
+            now = _identity(param)
+            if now[:2] != given[:2]:
                 raise ValueError(
                     f"parameter {name!r}: must remain a view of the state, and got other memory (module.half(), .to(...), "
                     f"param.data = ...), which is not trained; leave that out, and write values inside "
@@ -210,19 +193,10 @@ def _identity(param: Tensor) -> tuple[int, torch.dtype, int]:
     return param.data_ptr(), param.dtype, param._version
 
 
-_ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
+ENGINES: weakref.WeakSet[Any] = weakref.WeakSet()
 """The engines alive, to find the one that a parameter belongs to."""
-
-
-def register(engine: Any) -> None:
-    _ENGINES.add(engine)
-
-
-def engines() -> list[Any]:
-    """The engines alive."""
-    return list(_ENGINES)
 
 
 def engine_of(param: Tensor) -> Any:
     """The engine that trains a parameter, or None."""
-    return next((engine for engine in _ENGINES if engine.live.name_of(param) is not None), None)
+    return next((engine for engine in ENGINES if engine.live.name_of(param) is not None), None)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from operator import attrgetter
+from typing import Any, TypeVar
 
 import torch
 
@@ -10,6 +12,14 @@ from fzero.config.config import Config
 from fzero.engine.config_keys import EngineKeys
 from fzero.step import TrainStep
 from sharding.views import torch_dtype
+
+Value = TypeVar("Value", bool, int, float)
+
+
+def _reads(kind: type[Value], place: str) -> Callable[[Settings], Value]:
+    """A method that returns an attribute of the engine, such as a key of its configuration; null counts as false."""
+    read = attrgetter(place)
+    return lambda self: kind(read(self))
 
 
 class Settings:
@@ -20,16 +30,10 @@ class Settings:
 
     @property
     def cfg(self) -> Config:
-        """The configuration of the step."""
         return self.train_step.recipe.cfg
 
-    # --- stage and placements ------------------------------------------------------------------------------------
-
-    def zero_optimization_stage(self) -> int:
-        return self.train_step.plan.stage
-
-    def zero_optimization(self) -> bool:
-        return self.train_step.plan.stage > 0
+    zero_optimization_stage = _reads(int, "train_step.plan.stage")
+    zero_optimization = _reads(bool, "train_step.plan.stage")
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self.train_step.plan.stage >= 2
@@ -45,8 +49,7 @@ class Settings:
         return self.cfg.zero_optimization.offload_param
 
     def zero_cpu_offload(self) -> bool:
-        block = self.zero_offload_optimizer()
-        return block is not None and block.device == "cpu"
+        return getattr(self.zero_offload_optimizer(), "device", None) == "cpu"
 
     def zero_reduce_bucket_size(self) -> int | None:
         return self.cfg.zero_optimization.reduce_bucket_size
@@ -58,30 +61,20 @@ class Settings:
         """True: the weights can always be gathered."""
         return True
 
-    # --- dtypes --------------------------------------------------------------------------------------------------
-
-    def fp16_enabled(self) -> bool:
-        return self.cfg.fp16.enabled
-
-    def bfloat16_enabled(self) -> bool:
-        return self.cfg.bf16.enabled
+    fp16_enabled = _reads(bool, "cfg.fp16.enabled")
+    bfloat16_enabled = _reads(bool, "cfg.bf16.enabled")
+    dynamic_loss_scale = _reads(bool, "train_step.runtime.rules.scaling.dynamic")
 
     def amp_enabled(self) -> bool:
         """False: a configuration with the block `amp` raises."""
         return False
-
-    def dynamic_loss_scale(self) -> bool:
-        return self.train_step.runtime.rules.scaling.dynamic
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtypes of the largest flat buffer's parameters and of its accumulated gradients."""
         dtypes = max(self.train_step.plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes
         return torch_dtype(dtypes.param), torch_dtype(dtypes.grad)
 
-    # --- optimizer and schedule ----------------------------------------------------------------------------------
-
-    def gradient_clipping(self) -> float:
-        return self.cfg.gradient_clipping
+    gradient_clipping = _reads(float, "cfg.gradient_clipping")
 
     def optimizer_name(self) -> str | None:
         """The name of the configuration's optimizer, in lower case as in DeepSpeed."""
@@ -94,45 +87,23 @@ class Settings:
     def scheduler_name(self) -> str | None:
         return None if self.cfg.scheduler is None else self.cfg.scheduler.type
 
-    # --- log output ----------------------------------------------------------------------------------------------
-
     def steps_per_print(self) -> int | None:
         return self.keys.steps_per_print
 
-    def wall_clock_breakdown(self) -> bool:
-        return bool(self.keys.wall_clock_breakdown)
-
-    def memory_breakdown(self) -> bool:
-        return bool(self.keys.memory_breakdown)
-
-    def dump_state(self) -> bool:
-        return bool(self.keys.dump_state)
-
-    def dataloader_drop_last(self) -> bool:
-        return bool(self.keys.dataloader_drop_last)
-
-    def flops_profiler_enabled(self) -> bool:
-        return self.keys.flops_profiler.enabled
-
-    def flops_profiler_profile_step(self) -> int:
-        return self.keys.flops_profiler.profile_step
-
-    def flops_profiler_module_depth(self) -> int:
-        return self.keys.flops_profiler.module_depth
-
-    def flops_profiler_top_modules(self) -> int:
-        return self.keys.flops_profiler.top_modules
-
-    def flops_profiler_detailed(self) -> bool:
-        return self.keys.flops_profiler.detailed
+    wall_clock_breakdown = _reads(bool, "keys.wall_clock_breakdown")
+    memory_breakdown = _reads(bool, "keys.memory_breakdown")
+    dump_state = _reads(bool, "keys.dump_state")
+    dataloader_drop_last = _reads(bool, "keys.dataloader_drop_last")
+    flops_profiler_enabled = _reads(bool, "keys.flops_profiler.enabled")
+    flops_profiler_profile_step = _reads(int, "keys.flops_profiler.profile_step")
+    flops_profiler_module_depth = _reads(int, "keys.flops_profiler.module_depth")
+    flops_profiler_top_modules = _reads(int, "keys.flops_profiler.top_modules")
+    flops_profiler_detailed = _reads(bool, "keys.flops_profiler.detailed")
 
     def flops_profiler_output_file(self) -> str | None:
         return self.keys.flops_profiler.output_file
 
-    # --- ranks ---------------------------------------------------------------------------------------------------
-
-    def get_data_parallel_rank(self) -> int:
-        return self.train_step.rank
+    get_data_parallel_rank = _reads(int, "train_step.rank")
 
     def get_model_parallel_rank(self) -> int:
         """0: all ranks are data-parallel."""

@@ -31,18 +31,10 @@ Part = Literal["forward", "backward", "update"]
 
 
 class StepLog:
-    """The parts of a step, on rank 0, from its first forward to its update.
+    """The parts of a step, on rank 0 (`is_on`), from its first forward to its update.
 
     Attributes:
         profile: of the profiled step, once it is over.
-
-    Args:
-        keys: the reports requested.
-        model: its modules are profiled.
-        plan: of the step.
-        device: of the step.
-        dtype: of the model's computation.
-        is_on: whether this rank reports.
     """
 
     def __init__(
@@ -73,8 +65,9 @@ class StepLog:
         if self._device.type == "cuda" and self._keys.memory_breakdown:
             torch.cuda.reset_peak_memory_stats(self._device)
         waited, began = collectives.waited(), self._now()
+        profiler = self._keys.flops_profiler
         try:
-            with self._profiling(part) if self._profiles(step) else nullcontext():
+            with self._profiling(part) if profiler.enabled and profiler.profile_step == step else nullcontext():
                 yield
         except BaseException:
             self._forget()
@@ -98,15 +91,10 @@ class StepLog:
         self._forget()
         return found
 
-    # --- helpers -------------------------------------------------------------------------------------------------
-
     def _now(self) -> float:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
-
-    def _profiles(self, step: int) -> bool:
-        return self._keys.flops_profiler.enabled and self._keys.flops_profiler.profile_step == step
 
     @contextmanager
     def _profiling(self, part: Part) -> Iterator[None]:
@@ -155,10 +143,7 @@ class StepLog:
 
 def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
     """The dtype of most of a model's computation."""
-    if autocast is not None:
-        return autocast
-    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel)
-    return torch_dtype(largest.dtypes.param)
+    return autocast or torch_dtype(max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes.param)
 
 
 def _memory(part: str, device: torch.device) -> MemoryRow:

@@ -75,26 +75,16 @@ _SIZES = {
 """Keys that follow from the hidden size of the model."""
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _values(args: Any, num_updates: int) -> dict[str, Any]:
-    micro, parts = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    return {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": parts,
-        "train_batch_size": args.world_size * micro * parts,
-        "gradient_clipping": args.max_grad_norm,
-        "fp16.enabled": args.fp16,
-        "bf16.enabled": args.bf16,
-        "optimizer.params.lr": args.learning_rate,
+    """The values of all keys: computed, or the argument itself."""
+    num_samples = args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    computed = {
+        "train_batch_size": num_samples,
         "optimizer.params.betas": [args.adam_beta1, args.adam_beta2],
-        "optimizer.params.eps": args.adam_epsilon,
-        "optimizer.params.weight_decay": args.weight_decay,
-        "scheduler.params.warmup_max_lr": args.learning_rate,
         "scheduler.params.total_num_steps": num_updates,
         "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_updates)),
     }
+    return computed | {k: getattr(args, name) for k, name in (_ALWAYS | _WHERE_GIVEN).items() if k not in computed}
 
 
 def _block(found: dict[str, Any], key: str, *, makes: bool) -> Any:

@@ -225,15 +225,11 @@ class Updating(EngineOptimizer):
         return self.overflow
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _mapping(source: Any) -> Mapping[str, Any]:
     if isinstance(source, Mapping):
         return source
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        source = json.loads(source)
-        return dict(source)
+        return dict(json.loads(source))
     return read_config(source)
 
 

@@ -34,7 +34,6 @@ LONG_RUN, LARGE = 128, 1 << 16
 LATE_STARTS = (498, 998, 2046, 9_998)
 """Counts of updates shortly before a round number."""
 
-
 TRIALS = (
     Trial(numel=128, num_updates=LONG_RUN),
     *(Trial(numel=128, num_updates=4, start=start) for start in LATE_STARTS),
@@ -88,7 +87,6 @@ def find_cut(
     param: Tensor,
     grads: Sequence[Tensor] | Tensor,
     bounds: Sequence[tuple[int, int]],
-    *,
     start: int = 0,
 ) -> str | None:
     """The first tensor in which slices of a flat tensor, updated one by one, differ from the full update; None is no tensor.
@@ -107,9 +105,8 @@ def find_cut(
         params, states = [x for _, x, _ in updated], [state for _, _, state in updated]
         if not same_bits(torch.cat(params[1:]), params[0]):
             return f"the parameter after update {count}"
-    specs = optree.tree_leaves(
-        transform.specs(TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data")))
-    )
+    sharded = TensorSpec(tuple(param.shape), dtype_name(param.dtype), Sharded("data"))
+    specs = optree.tree_leaves(transform.specs(sharded))
     leaves = [optree.tree_leaves(state) for state in states]
     for index, (spec, full, *of_slices) in enumerate(zip(specs, *leaves, strict=True)):
         joined = [torch.cat(of_slices)] if isinstance(spec.spec, Sharded) else of_slices

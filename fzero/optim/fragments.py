@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-import sharding
+from sharding.boxes import Box, boxes
 from sharding.layout import FlatLayout
 
 CHUNK = 2**18
@@ -42,6 +42,10 @@ class FragmentSlice:
     def of(self, flat: Tensor) -> Tensor:
         """These elements, as a view."""
         return flat[self.offset : self.offset + self.stop - self.start]
+
+    def box_of(self, flat: Tensor, box: Box) -> Tensor:
+        """The elements of a box of the parameter, which lies in the fragment, as a view of the sizes of the box."""
+        return self.of(flat)[box.start - self.start :][: box.numel].view(box.sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +97,11 @@ class ShardContents:
     def parts(self) -> tuple[FragmentSlice, ...]:
         """The fragments in the flat tensor, in order."""
         index_of = {name: index for index, name in enumerate(self.layout.names)}
-        shard_numel = self.layout.partition.shard_numel
+        numel = self.layout.partition.shard_numel
         return tuple(
-            FragmentSlice(
-                row, index_of[fragment.name], fragment.start, fragment.stop, row * shard_numel + fragment.offset
-            )
+            FragmentSlice(row, index_of[part.name], part.start, part.stop, row * numel + part.offset)
             for row, rank in enumerate(self.ranks)
-            for fragment in self.layout.fragments(rank)
+            for part in self.layout.fragments(rank)
         )
 
     def add_up(self, partial: Tensor) -> Tensor:
@@ -129,42 +131,6 @@ class ShardContents:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A block of `matrices` × `rows` × `columns` elements in a stack of matrices, from element `start` of the stack on."""
-
-    start: int
-    matrices: int
-    rows: int
-    columns: int
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Matrices, rows, columns."""
-        return self.matrices, self.rows, self.columns
-
-    @property
-    def numel(self) -> int:
-        """The elements of the box."""
-        return math.prod(self.shape)
-
-    def of(self, part: FragmentSlice, flat: Tensor) -> Tensor:
-        """The box as a view of a flat tensor with the fragment `part`, which holds the box: (matrices, rows, columns)."""
-        return part.of(flat)[self.start - part.start :][: self.numel].view(self.shape)
-
-
-def boxes(start: int, stop: int, num_rows: int, num_columns: int) -> Iterator[Box]:
-    """Cuts elements [start, stop) of a stack of matrices into full matrices, full rows of a matrix, and parts of a row.
-
-    >>> list(boxes(2, 13, num_rows=2, num_columns=3))  # doctest: +NORMALIZE_WHITESPACE
-    [Box(start=2, matrices=1, rows=1, columns=1), Box(start=3, matrices=1, rows=1, columns=3),
-     Box(start=6, matrices=1, rows=2, columns=3), Box(start=12, matrices=1, rows=1, columns=1)]
-    """
-    shape = (-(-stop // (num_rows * num_columns)), num_rows, num_columns)
-    for box in sharding.boxes(start, stop, shape):
-        yield Box(box.start, *box.sizes)
-
-
-@dataclass(frozen=True, slots=True)
 class Grid:
     """A parameter as a stack of matrices, and the indices of its first row and column in the statistics of all parameters."""
 
@@ -184,19 +150,19 @@ class Grid:
 
     def rows_of(self, box: Box, statistics: Tensor) -> Tensor:
         """The entries of a box: (matrices, rows, 1)."""
-        first = self.first_row + box.start // self.columns
-        return statistics[first:][: box.matrices * box.rows].view(box.matrices, box.rows, 1)
+        matrices, rows, _ = box.sizes
+        return statistics[self.first_row + box.start // self.columns :][: matrices * rows].view(matrices, rows, 1)
 
     def columns_of(self, box: Box, statistics: Tensor) -> Tensor:
         """The entries of a box: (matrices, 1, columns)."""
-        matrix = box.start // (self.rows * self.columns)
-        first = self.first_column + matrix * self.columns + box.start % self.columns
-        return statistics[first:][: box.matrices * box.columns].view(box.matrices, 1, box.columns)
+        matrices, _, columns = box.sizes
+        matrix, _, column = box.offsets
+        first = self.first_column + matrix * self.columns + column
+        return statistics[first:][: matrices * columns].view(matrices, 1, columns)
 
     def matrices_of(self, box: Box, values: Tensor) -> Tensor:
         """One value for each matrix of a box: (matrices, 1, 1)."""
-        first = box.start // (self.rows * self.columns)
-        return values[first:][: box.matrices].view(box.matrices, 1, 1)
+        return values[box.offsets[0] :][: box.sizes[0]].view(box.sizes[0], 1, 1)
 
 
 def grids_of(layout: FlatLayout) -> dict[int, Grid]:
@@ -213,9 +179,9 @@ def grids_of(layout: FlatLayout) -> dict[int, Grid]:
 
 
 def boxes_of(parts: tuple[FragmentSlice, ...], grids: dict[int, Grid]) -> Iterator[tuple[FragmentSlice, Grid, Box]]:
-    """The fragments of matrices, cut into boxes."""
+    """The fragments of matrices, cut into boxes: full matrices, full rows of a matrix, and parts of a row."""
     for part in parts:
         if part.index in grids:
             grid = grids[part.index]
-            for box in boxes(part.start, part.stop, grid.rows, grid.columns):
+            for box in boxes(part.start, part.stop, (grid.matrices, grid.rows, grid.columns)):
                 yield part, grid, box

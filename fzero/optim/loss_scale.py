@@ -56,11 +56,8 @@ class LossScaling:
     minimum: float = 1.0
 
     def init(self, device: torch.device | str = "cpu") -> LossScale[Tensor]:
-        return LossScale(
-            torch.tensor(self.initial, dtype=torch.float32, device=device),
-            torch.tensor(self.hysteresis, device=device),
-            torch.tensor(0, device=device),
-        )
+        scale = torch.tensor(self.initial, dtype=torch.float32, device=device)
+        return LossScale(scale, torch.tensor(self.hysteresis, device=device), torch.tensor(0, device=device))
 
     def update(self, state: LossScale[Tensor], overflow: Tensor) -> LossScale[Tensor]:
         """The state after a step. `overflow` is a 0-d bool, the same on all ranks."""
@@ -70,13 +67,10 @@ class LossScaling:
         shrinks = overflow & (hysteresis <= 1)
         grows = ~overflow & (num_good > 0) & (num_good % self.window == 0)
         restored = grows | (~overflow if self.consecutive else torch.zeros_like(overflow))
+        left = hysteresis - (overflow & ~shrinks).to(hysteresis.dtype)
         return LossScale(
             torch.where(shrinks, (scale / FACTOR).clamp(min=self.minimum), torch.where(grows, scale * FACTOR, scale)),
-            torch.where(
-                restored,
-                torch.full_like(hysteresis, self.hysteresis),
-                hysteresis - (overflow & ~shrinks).to(hysteresis.dtype),
-            ),
+            torch.where(restored, torch.full_like(hysteresis, self.hysteresis), left),
             torch.where(overflow, torch.zeros_like(num_good), num_good + 1),
         )
 

@@ -160,9 +160,8 @@ def adafactor(
 
     def specs(param: TensorSpec) -> AdafactorState[TensorSpec]:
         rows, columns = (replace(step_spec(param), shape=(n,), dtype=param.dtype) for n in (num_rows, num_columns))
-        return AdafactorState(
-            step_spec(param), rows if grids else None, columns if grids else None, param if has_vectors else None
-        )
+        row_var, col_var = (rows, columns) if grids else (None, None)
+        return AdafactorState(step_spec(param), row_var, col_var, param if has_vectors else None)
 
     return Transform(init, update, specs)
 
@@ -184,26 +183,21 @@ def _row_and_column_sums(
     """The squares of the gradient, summed over rows and columns, for each shard of the tensor: (len(ranks), R + C)."""
     sums = grad.new_zeros(len(contents.ranks), num_rows + num_columns)
     for part, grid, box in boxes_of(contents.parts, grids):
-        squares = box.of(part, grad).square()
+        squares = part.box_of(grad, box).square()
         grid.rows_of(box, sums[part.row, :num_rows]).add_(squares.sum(dim=2, keepdim=True))
         grid.columns_of(box, sums[part.row, num_rows:]).add_(squares.sum(dim=1, keepdim=True))
     return sums
 
 
 def _divide_matrices(
-    grad: Tensor,
-    row_var: Tensor,
-    col_var: Tensor,
-    contents: ShardContents,
-    grids: dict[int, Grid],
-    smallest: float,
+    grad: Tensor, row_var: Tensor, col_var: Tensor, contents: ShardContents, grids: dict[int, Grid], smallest: float
 ) -> None:
     """Divides the gradients of matrices by the roots of their second moments, which are products of two vectors."""
     means = {i: grid.all_rows(row_var).mean(dim=1).clamp_(min=smallest) for i, grid in grids.items()}
     for part, grid, box in boxes_of(contents.parts, grids):
         mean = grid.matrices_of(box, means[part.index])
         estimate = grid.rows_of(box, row_var) * grid.columns_of(box, col_var)
-        box.of(part, grad).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
+        part.box_of(grad, box).mul_(estimate.div_(mean).clamp_(min=smallest**2).rsqrt_())
 
 
 class MuonState(NamedTuple, Generic[Leaf]):

@@ -11,7 +11,7 @@ stochastic rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
 
 from __future__ import annotations
 
-import importlib
+import pkgutil
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -83,19 +83,15 @@ class Precision:
         """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
-        lowered = self.param_dtype or (self.autocast if _is_one_of(owner, self.safe_modules) else None)
+        is_safe = any(type(owner) is find_class(name) for name in self.safe_modules)
+        lowered = self.param_dtype or (self.autocast if is_safe else None)
         param = lowered or own
         if not trainable:
             kept = self.param_dtype or own
             return Dtypes(param, param, param, kept, kept)
+        reduce, grad = self.reduce_dtype or param, self.grad_accum_dtype or param
         master = self.master_dtype or (_wide(own) if lowered else own)
-        return Dtypes(
-            param,
-            self.reduce_dtype or param,
-            self.grad_accum_dtype or param,
-            master,
-            self.optimizer_dtype or master,
-        )
+        return Dtypes(param, reduce, grad, master, self.optimizer_dtype or master)
 
     def buffer_dtype_of(self, own: str) -> str:
         """The dtype of a module's buffer of dtype `own`."""
@@ -106,10 +102,6 @@ def _wide(dtype: str) -> str:
     return "float64" if dtype == "float64" else "float32"
 
 
-def _is_one_of(module: nn.Module, classes: tuple[str, ...]) -> bool:
-    return any(type(module) is find_class(name) for name in classes)
-
-
 @cache
 def find_class(name: str) -> type:
     """The class of a dotted name.
@@ -117,9 +109,8 @@ def find_class(name: str) -> type:
     Raises:
         ValueError: there is no such class.
     """
-    package, _, cls = name.rpartition(".")
     try:
-        found = getattr(importlib.import_module(package), cls)
+        found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"must be dotted names of classes such as 'torch.nn.Linear', got {name!r}: {error}") from None
     if not isinstance(found, type):
@@ -199,7 +190,8 @@ def mixed_precision(
         tile: the number of elements that are updated at a time; None is all, as in a graph, where a compiler makes the tiles.
     """
     kept = torch_dtype(state_dtype)
-    is_long, is_cast = long_leaves(transform), [_is_cast(spec) for spec in _probed(transform.specs)]
+    is_long = long_leaves(transform)
+    is_cast = [(spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype) for spec in _probed(transform.specs)]
 
     def init(param: Tensor) -> Any:
         leaves, treespec = optree.tree_flatten(transform.init(param.to(_wide_dtype(param))))
@@ -211,9 +203,9 @@ def mixed_precision(
         numel = param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
         starts = range(0, numel, size) if numel > size else (0,)
-        widen = _Widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
+        widen = _widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
         for start in starts:
-            tile_of = partial(_slice, start=start, stop=start + size) if len(starts) > 1 else _all
+            tile_of = partial(_tile, start=start, size=size if len(starts) > 1 else None)
             wide_grad, narrow_param = widen(tile_of(grad), "grad"), tile_of(param)
             if factor is not None:
                 wide_grad.mul_(factor.to(dtype))
@@ -224,7 +216,10 @@ def mixed_precision(
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
             if not all(map(is_, narrows, news)):
-                _write(separate(news, narrows), narrows, [True, *is_cast], rounding, start)
+                written = zip(separate(news, narrows), narrows, [True, *is_cast], strict=True)
+                for index, (new, narrow, cast) in enumerate(written):
+                    if not is_in_place(new, narrow):
+                        (rounding if cast else to_nearest)(new, narrow, start, index)
             if out is not None:
                 tile_of(out).copy_(narrow_param)
         return grad, param, state
@@ -247,41 +242,26 @@ def mixed_precision(
     return Transform(init, update, specs, fused=(update, update_fused))
 
 
-def _slice(x: Tensor, start: int, stop: int) -> Tensor:
-    return x[start:stop]
+def _tile(x: Tensor, start: int, size: int | None) -> Tensor:
+    """The elements from `start` on; without a size the tensor itself, for writes into a view would be copies in a graph."""
+    return x if size is None else x[start : start + size]
 
 
-def _all(x: Tensor) -> Tensor:
-    """The tensor itself: a write into a view of it would be a further copy in a graph."""
-    return x
-
-
-class _Widener:
-    """Copies narrow tensors into wide ones, in memory that all tiles of an update share.
+def _widener(dtype: torch.dtype, size: int) -> Callable[[Tensor, str | int], Tensor]:
+    """A function that copies narrow tensors into wide ones, in memory that all tiles of an update share.
 
     The first use of new memory would cost more than the update.
     """
+    memory: dict[str | int, Tensor] = {}
 
-    def __init__(self, dtype: torch.dtype, size: int) -> None:
-        self._dtype, self._size = dtype, size
-        self._memory: dict[str | int, Tensor] = {}
-
-    def __call__(self, x: Tensor, name: str | int) -> Tensor:
-        """`x` in the wide dtype; the tensor itself if it has that dtype."""
-        if x.dtype == self._dtype:
+    def widen(x: Tensor, name: str | int) -> Tensor:
+        if x.dtype == dtype:
             return x
-        if name not in self._memory:
-            self._memory[name] = x.new_empty(self._size, dtype=self._dtype)
-        return self._memory[name][: x.numel()].copy_(x)
+        if name not in memory:
+            memory[name] = x.new_empty(size, dtype=dtype)
+        return memory[name][: x.numel()].copy_(x)
 
-
-def _write(
-    news: Sequence[Tensor], narrows: Sequence[Tensor], is_cast: Sequence[bool], rounding: Rounding, start: int
-) -> None:
-    """Writes new values into the narrow tensors of a tile, which begins at `start`, unless they were updated in place."""
-    for index, (narrow, new, cast) in enumerate(zip(narrows, news, is_cast, strict=True)):
-        if not is_in_place(new, narrow):
-            (rounding if cast else to_nearest)(new, narrow, start, index)
+    return widen
 
 
 def long_leaves(transform: Transform) -> list[bool]:
@@ -304,10 +284,6 @@ def _probed(specs: Callable[[TensorSpec], Any]) -> list[TensorSpec]:
     """
     leaves: list[TensorSpec] = optree.tree_leaves(specs(_PROBE))
     return leaves
-
-
-def _is_cast(spec: TensorSpec) -> bool:
-    return (spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype)
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:

@@ -271,9 +271,7 @@ def _adam(
     ) -> list[AdamState[Tensor]]:
         for state in states:
             state.step.add_(1 if found_inf is None else 1 - found_inf)
-        full = [
-            (grad, param, *state) for grad, param, state in zip(grads, params, states, strict=True) if param.numel()
-        ]
+        full = [(grad, x, *state) for grad, x, state in zip(grads, params, states, strict=True) if x.numel()]
         if is_traced():
             for grad, param, *leaves in full:
                 _adam_by_element(

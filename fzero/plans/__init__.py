@@ -12,10 +12,4 @@ if TYPE_CHECKING:
     from fzero.plans.plan import Plan as Plan
     from fzero.plans.unit_orders import Event as Event, ScheduleError as ScheduleError
 else:
-    __getattr__, __dir__, __all__ = door(
-        __name__,
-        {
-            "plan": "Plan",
-            "unit_orders": "Event ScheduleError",
-        },
-    )
+    __getattr__, __dir__, __all__ = door(__name__, {"plan": "Plan", "unit_orders": "Event ScheduleError"})

@@ -71,9 +71,15 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
     False
     """
     is_sharded = zero.stage == 3
-    _check_alone("gather_hook", gather, "zero_quantized_weights", zero.zero_quantized_weights)
-    _check_alone("gather_hook", gather, "zero_quantized_nontrainable_weights", zero.zero_quantized_nontrainable_weights)
-    _check_alone("reduce_hook", reduce, "zero_quantized_gradients", zero.zero_quantized_gradients)
+    for field_, hook, key in (
+        ("gather_hook", gather, "zero_quantized_weights"),
+        ("gather_hook", gather, "zero_quantized_nontrainable_weights"),
+        ("reduce_hook", reduce, "zero_quantized_gradients"),
+    ):
+        if hook is not None and getattr(zero, key):
+            raise ConfigError(
+                f"{field_}: excludes zero_optimization.{key}, which asks for a comm hook, too, got both; leave one of them out"
+            )
     if gather is not None and not is_sharded:
         raise ConfigError(
             f"gather_hook: needs zero_optimization.stage 3, which gathers parameters in the forward and the backward, got "
@@ -95,14 +101,6 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
     )
 
 
-def _check_alone(field_: str, hook: GivenHook, key: str, is_on: bool) -> None:
-    """Raises a ConfigError where a comm hook is given beside a key that asks for one."""
-    if hook is not None and is_on:
-        raise ConfigError(
-            f"{field_}: excludes zero_optimization.{key}, which asks for a comm hook, too, got both; leave one of them out"
-        )
-
-
 def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
     """The comm hooks along the axes of several ranks, without exact ones."""
     if hook is None:
@@ -119,17 +117,12 @@ def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) ->
                 f"{field_}: must name axes that are sent along, which are {', '.join(map(repr, axes))} of {mesh}, got "
                 f"{axis!r}; leave that out"
             )
-        if field_ == "gather_hook" and has_state(one):
+        if field_ == "gather_hook" and optree.tree_leaves(state_like(one, 2, torch.float32)):
             raise ConfigError(
                 f"gather_hook: must be without a state, so that the forward, the backward and an evaluation are given the same "
                 f"parameters, got {one.name}; leave the error feedback out"
             )
     return {axis: given[axis] for axis in axes if axis in given and mesh.axis_size(axis) > 1 and given[axis] != exact()}
-
-
-def has_state(hook: CommHook) -> bool:
-    """Whether a comm hook has a state."""
-    return bool(optree.tree_leaves(state_like(hook, 2, torch.float32)))
 
 
 def state_like(hook: CommHook, numel: int, dtype: torch.dtype) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -173,13 +174,7 @@ class UnitPlanner:
     order: OrderFunction | Sequence[str]
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
-        """The flat buffers of one unit.
-
-        Args:
-            unit: its name.
-            params: its parameters by name, as declared.
-            modules: the modules of the model by name.
-        """
+        """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
         kinds: dict[Kind, dict[str, nn.Parameter]] = {}
         for name, param in params.items():
             kinds.setdefault(self._kind_of(name, param, modules[name.rpartition(".")[0]]), {})[name] = param
@@ -205,37 +200,22 @@ class UnitPlanner:
         row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
         flow = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
-        return FlatParamPlan(
-            f"{unit}/{kind}",
-            layout,
-            kind.dtypes,
-            kind.trainable,
-            row,
-            flow,
-            kind.group,
-            kind.rule,
-            elementwise,
-            kind.start,
-        )
+        key, dtypes, group = f"{unit}/{kind}", kind.dtypes, kind.group
+        return FlatParamPlan(key, layout, dtypes, kind.trainable, row, flow, group, kind.rule, elementwise, kind.start)
 
 
 def optimizer_specs(
     buffers: Sequence[FlatParamPlan], optimizers: Sequence[Optimizer | UserTransform]
 ) -> dict[str, Any]:
     """The specs of the optimizer state, by flat buffer."""
-    elementwise: dict[tuple[int, str, str], Transform] = {}  # the same for all buffers of a group, rule and dtype
 
-    def transform_of(buffer: FlatParamPlan) -> Transform:
-        contents = None if buffer.elementwise else optim.ShardContents(buffer.layout, ranks=(0,))
-        made = optimizers[buffer.group].transform(contents=contents, kind=buffer.rule)
-        return mixed_precision(made, state_dtype=buffer.dtypes.optimizer)
+    @cache  # an elementwise one serves all buffers of a group, rule and dtype
+    def transform_of(group: int, rule: str, dtype: str, contents: optim.ShardContents | None) -> Transform:
+        return mixed_precision(optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype)
 
     specs = {}
     for buffer in buffers:
-        how = (buffer.group, buffer.rule, buffer.dtypes.optimizer)
-        if not buffer.elementwise:
-            transform = transform_of(buffer)
-        elif (transform := elementwise.get(how)) is None:  # type: ignore[assignment]
-            transform = elementwise[how] = transform_of(buffer)
+        contents = None if buffer.elementwise else optim.ShardContents(buffer.layout, ranks=(0,))
+        transform = transform_of(buffer.group, buffer.rule, buffer.dtypes.optimizer, contents)
         specs[buffer.key] = transform.specs(buffer.master)
     return specs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from fzero.common.arguments import refuse
 
@@ -35,21 +35,15 @@ class MachineModel:
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("flops", "memory", "network", "latency", "host", "disk", "processor", "flops_fp32"):
-            if not isinstance(getattr(self, name), int | float | None):
-                refuse(
-                    f"MachineModel: {name}",
-                    "a number",
-                    getattr(self, name),
-                    "pass a rate per second (latency: seconds)",
-                )
+        rates = {name: value for name, value in asdict(self).items() if name not in ("latency", "overlap")}
+        for name, value in (rates | {"latency": self.latency}).items():
+            if not isinstance(value, int | float | None):
+                refuse(f"MachineModel: {name}", "a number", value, "pass a rate per second (latency: seconds)")
         if self.latency < 0:
             raise ValueError(f"MachineModel: latency must not be negative, got {self.latency}; it is seconds")
-        for name in ("flops", "memory", "network", "host", "disk", "processor", "flops_fp32"):
-            if getattr(self, name) is not None and getattr(self, name) <= 0:
-                raise ValueError(
-                    f"MachineModel: {name} must be positive, got {getattr(self, name)}; it is a rate per second"
-                )
+        for name, value in rates.items():
+            if value is not None and value <= 0:
+                raise ValueError(f"MachineModel: {name} must be positive, got {value}; it is a rate per second")
 
     def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
         """The time of an operator: the larger of its compute time and its memory time."""

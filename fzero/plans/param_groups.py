@@ -110,9 +110,8 @@ def optimizers_of(
         ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.
     """
     lr = cfg.optimizer.lr
-    optimizers: list[Optimizer | UserTransform] = [
-        cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
-    ]
+    first = cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
+    optimizers: list[Optimizer | UserTransform] = [first]
     for index, group in enumerate(param_groups):
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -82,16 +82,12 @@ class Streaming:
         checksums = offload.checksums or of_params.checksums
         grain = CHECKED_GRAIN if checksums else GRAIN
         return cls(
-            sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain,
-            read_ahead=int(offload.pipeline_read),
-            write_behind=int(offload.pipeline_write),
-            num_buffers=offload.buffer_count,
-            num_staged=of_params.buffer_count,
-            num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS),
-            block_nbytes=aio.block_size,
-            checksums=checksums,
+            sub_group_numel=-(-(sub_group_size or SUB_GROUP) // grain) * grain, checksums=checksums,
+            read_ahead=int(offload.pipeline_read), write_behind=int(offload.pipeline_write),
+            num_buffers=offload.buffer_count, num_staged=of_params.buffer_count,
+            num_threads=min(aio.queue_depth * aio.intra_op_parallelism, MOST_THREADS), block_nbytes=aio.block_size,
             leftover="clean" if "clean" in (offload.leftover, of_params.leftover) else "refuse",
-        )
+        )  # fmt: skip
 
     def sub_group(self, longest: int, dtypes: Iterable[str]) -> int:
         """Elements of a sub-group: at most what the longest tensor needs, and a multiple of the grain of these dtypes.
@@ -130,75 +126,60 @@ class Streaming:
         return max(needed, self.num_buffers or 0) if num_tensors else needed
 
 
-@dataclass(slots=True)
-class Chooser:
-    """Chooses the placement of one tensor after the other.
+def _configured(
+    cfg: Config, updated_numels: Mapping[str, int], shard_numels: Mapping[str, int]
+) -> Callable[[StateLeaf], Placement]:
+    """The placement of each tensor in the configuration.
 
     Args:
-        cfg: the placements of tensors for which none is given.
-        given: see `GivenPlacements`.
         updated_numels: elements that a rank updates, by trained flat buffer in order.
         shard_numels: elements of a rank's shard of parameters, for each flat buffer whose parameters may live off the device.
     """
+    of_state, of_params = cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param
+    wanted = of_state.ratio * sum(updated_numels.values()) if of_state else 0
+    before = accumulate(updated_numels.values(), initial=0)
+    offloaded = {key for key, done in zip(updated_numels, before, strict=False) if done < wanted}
+    room = of_params.max_in_cpu if of_params else 0
+    after = accumulate(shard_numels.values())
+    in_host = {key for key, numel in zip(shard_numels, after, strict=True) if numel <= room}
 
-    cfg: Config
-    given: GivenPlacements
-    updated_numels: Mapping[str, int]
-    shard_numels: Mapping[str, int]
-    _matched: set[str] = field(default_factory=set)
-    _offloaded: frozenset[str] = field(init=False)
-    _in_host: frozenset[str] = field(init=False)
-
-    def __post_init__(self) -> None:
-        offload, of_params = self.cfg.zero_optimization.offload_optimizer, self.cfg.zero_optimization.offload_param
-        wanted = offload.ratio * sum(self.updated_numels.values()) if offload else 0
-        before = accumulate(self.updated_numels.values(), initial=0)
-        self._offloaded = frozenset(
-            key for key, done in zip(self.updated_numels, before, strict=False) if done < wanted
-        )
-        room = of_params.max_in_cpu if of_params else 0
-        after = accumulate(self.shard_numels.values())
-        self._in_host = frozenset(key for key, numel in zip(self.shard_numels, after, strict=True) if numel <= room)
-
-    def of(self, leaf: StateLeaf) -> Placement:
-        """The placement of a tensor.
-
-        Raises:
-            ConfigError: the given function or mapping gives something that is no placement.
-        """
-        name, found = leaf.placed_as, None
-        if isinstance(self.given, Mapping):
-            # fnmatch: "optimizer/*" also matches a key with slashes in it.
-            pattern = next((pattern for pattern in self.given if fnmatch.fnmatchcase(name, pattern)), None)
-            if pattern is not None:
-                self._matched.add(pattern)
-                found = self.given[pattern]
-        elif self.given is not None:
-            check_callable("placements", self.given, "a mapping of patterns to fzero.Placement, or a function")
-            found = self.given(leaf.quantity, leaf.key, leaf.short)
-        if found is None:
-            return self._configured(leaf.quantity, leaf.key)
-        if not isinstance(found, Placement):
-            raise ConfigError(
-                f"placements: must give a sharding.Placement for {name!r}, or None for what the configuration says, got {found!r}"
-            )
-        return found
-
-    def _configured(self, quantity: str, key: str) -> Placement:
-        zero = self.cfg.zero_optimization
-        offload = zero.offload_param if quantity == "params" else zero.offload_optimizer
-        if offload is None or (quantity != "params" and key not in self._offloaded):
+    def of(leaf: StateLeaf) -> Placement:
+        is_param = leaf.quantity == "params"
+        offload = of_params if is_param else of_state
+        if offload is None or not (is_param or leaf.key in offloaded):
             return DEVICE
-        if offload.device == "cpu" or (quantity == "params" and key in self._in_host):
+        if offload.device == "cpu" or (is_param and leaf.key in in_host):
             return Placement("host", pinned=offload.pin_memory)
         return Placement("nvme", path=offload.nvme_path)
 
-    def check_all_used(self, names: list[str]) -> None:
-        """Raises a ConfigError if a pattern was the first match of no tensor. `names` are those of all tensors asked for."""
-        unused: Any = [p for p in self.given if p not in self._matched] if isinstance(self.given, Mapping) else []
-        if unused:
+    return of
+
+
+def _given(leaf: StateLeaf, given: GivenPlacements) -> Placement | None:
+    """The placement that is given for a tensor, if any; raises a ConfigError for what is no placement."""
+    found = None
+    if isinstance(given, Mapping):
+        found = next((given[pattern] for pattern in given if fnmatch.fnmatchcase(leaf.placed_as, pattern)), None)
+    elif given is not None:
+        check_callable("placements", given, "a mapping of patterns to fzero.Placement, or a function")
+        found = given(leaf.quantity, leaf.key, leaf.short)
+    if not isinstance(found, Placement | None):
+        raise ConfigError(
+            f"placements: must give a sharding.Placement for {leaf.placed_as!r}, or None for what the configuration says, got "
+            f"{found!r}"
+        )
+    return found
+
+
+def _check_all_used(given: GivenPlacements, names: Sequence[str]) -> None:
+    """Raises a ConfigError if a pattern is the first match of no tensor; `names` are those of all."""
+    patterns = list(given) if isinstance(given, Mapping) else []
+    # fnmatch: "optimizer/*" also matches a key with slashes in it.
+    used = {next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None) for name in names}
+    for pattern in patterns:
+        if pattern not in used:
             raise ConfigError(
-                f"placements: {unused[0]!r} must be the first to match a tensor that may live elsewhere (a master or a tensor of "
+                f"placements: {pattern!r} must be the first to match a tensor that may live elsewhere (a master or a tensor of "
                 f"the optimizer's state; in stages 2 and 3 a shard of gradients, in stage 3 of parameters), and matches none; "
                 f"names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
             )
@@ -215,11 +196,11 @@ def with_placements(
     buffers = [buffer for unit in units for buffer in unit.buffers]
     shard_numels = {b.key: b.flow.param_numel for b in buffers if b.flow.gathers_over}
     updated_numels = {b.key: b.flow.updated_numel for b in buffers if b.trainable or b.has_master}
-    chooser = Chooser(cfg, given, updated_numels, shard_numels)
+    configured = _configured(cfg, updated_numels, shard_numels)
     leaves = [leaf for buffer in buffers for leaf in state_leaves(buffer, optimizer) if _may_live_elsewhere(leaf)]
     leaves.sort(key=lambda leaf: ("master", "optimizer", "grads", "params").index(leaf.quantity))
-    chosen = {leaf.placed_as: chooser.of(leaf) for leaf in leaves}
-    chooser.check_all_used(list(chosen))
+    chosen = {leaf.placed_as: _given(leaf, given) or configured(leaf) for leaf in leaves}
+    _check_all_used(given, list(chosen))
     params = {key: chosen[f"params/{key}"] for key in shard_numels}
     _check_buffers(units, shard_numels, params, cfg)
 

@@ -30,14 +30,7 @@ from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimi
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named
-from fzero.plans.param_groups import (
-    OwnTransform,
-    ParamGroup,
-    UserTransform,
-    check_groups,
-    check_params,
-    optimizers_of,
-)
+from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
@@ -196,17 +189,15 @@ class Plan:
     @property
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The specs of the states of the reductions' comm hooks, by flat buffer and axis; every rank has its own."""
-        return {
-            buffer.key: states
-            for buffer in self.flat_buffers
-            if (states := {axis: state for axis, state in self._hook_states(buffer) if optree.tree_leaves(state)})
-        }
-
-    def _hook_states(self, buffer: FlatParamPlan) -> Iterator[tuple[str, Any]]:
-        for axis, numel in self.summands(buffer).items():
-            if axis in self.comm_hooks.reduce:
-                like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
-                yield axis, optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+        found: dict[str, dict[str, Any]] = {}
+        for buffer in self.flat_buffers:
+            for axis, numel in self.summands(buffer).items():
+                if axis in self.comm_hooks.reduce:
+                    like = state_like(self.comm_hooks.reduce[axis], numel, torch_dtype(buffer.dtypes.reduce))
+                    if optree.tree_leaves(like):
+                        specs = optree.tree_map(lambda x: TensorSpec(tuple(x.shape), dtype_name(x.dtype)), like)
+                        found.setdefault(buffer.key, {})[axis] = specs
+        return found
 
     def summands(self, buffer: FlatParamPlan) -> dict[str, int]:
         """The elements that a rank adds along each axis, in the order of the sums: P, P/L, …; none for a frozen buffer."""
@@ -326,7 +317,10 @@ def plan(
     for optimizer in optimizers:
         if isinstance(optimizer, UserTransform):
             optimizer.check()
-    owners, aliases = _checked_params(model)
+    check_has_shapes(model)
+    owners, aliases = owners_of(model)
+    if not owners:
+        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
     check_params(owners, trained, param_groups)
     check_named(order, list(owners), aliases)
@@ -345,15 +339,6 @@ def plan(
 def starts_of(plan: Plan) -> dict[str, int]:
     """The update in which the optimizer state of each trained parameter began, by name."""
     return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
-
-
-def _checked_params(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters by their first names, and the aliases of tied ones; raises a ValueError for a model without any."""
-    check_has_shapes(model)
-    owners, aliases = owners_of(model)
-    if not owners:
-        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
-    return owners, aliases
 
 
 def _unit_plans(
@@ -389,26 +374,17 @@ def _made(
     zero = cfg.zero_optimization
     two_units = 2 * max(sum(b.padded_numel for b in unit.buffers) for unit in units)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
-    # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
-    reduce_bucket = max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size
     return Plan(
-        stage=zero.stage,
-        mesh=mesh,
-        axes=shard_axes(mesh, zero),
-        units=units,
-        aliases=aliases,
-        optimizer=optimizer,
-        buffers=buffers,
-        prefetch=zero.stage3_prefetch_bucket_size,
-        max_live=zero.stage3_max_live_parameters,
+        stage=zero.stage, mesh=mesh, axes=shard_axes(mesh, zero), units=units,
+        aliases=aliases, optimizer=optimizer, buffers=buffers, comm_hooks=hooks,
         num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
-        max_reducing=max_reducing,
-        max_reuse_distance=zero.stage3_max_reuse_distance,
+        prefetch=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters,
+        max_reuse_distance=zero.stage3_max_reuse_distance, max_reducing=max_reducing,
         gather_bucket=zero.allgather_bucket_size,
-        reduce_bucket=reduce_bucket,
-        comm_hooks=hooks,
+        # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
+        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
-    )
+    )  # fmt: skip
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

@@ -25,14 +25,10 @@ def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: int) -> Table:
         table.add_column(column, justify="right")
     for unit in units:
         for index, buffer in enumerate(unit.buffers):
-            table.add_row(
-                unit.name if index == 0 else "",
-                " ".join([buffer.dtypes.param, *buffer.key.removeprefix(unit.name + "/").split("/")[1:]]),
-                str(len(buffer.layout.names)),
-                f"{buffer.layout.numel:,}",
-                f"{buffer.layout.partition.padding:,}",
-                f"{buffer.params.local_shape(mesh)[0]:,}",
-            )
+            layout, kind = buffer.layout, buffer.key.removeprefix(unit.name + "/").split("/")[1:]
+            numbers = (len(layout.names), layout.numel, layout.partition.padding, buffer.params.local_shape(mesh)[0])
+            title = "" if index else unit.name
+            table.add_row(title, " ".join([buffer.dtypes.param, *kind]), *(f"{number:,}" for number in numbers))
     return table
 
 
@@ -70,10 +66,7 @@ def hook_lines(hooks: object, sent_nbytes: ByAxis, exact_nbytes: ByAxis) -> Iter
     yield f"bytes that a rank sends in a step: {sent:,}, without comm hooks {exact:,}"
 
 
-_MEMORIES = {
-    "host": "in host memory (where the model is on the CPU, the same memory)",
-    "nvme": "in files",
-}
+_MEMORIES = {"host": "in host memory (where the model is on the CPU, the same memory)", "nvme": "in files"}
 
 
 def _sizes(nbytes: Mapping[str, int]) -> str:

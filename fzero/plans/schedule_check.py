@@ -143,16 +143,10 @@ class _Rank:
 
 
 CHECKS: dict[str, Callable[[_Rank, str], None]] = {
-    "gather": _Rank.gather,
-    "wait_gather": _Rank.wait_gather,
-    "drop_gather": _Rank.drop_gather,
-    "release": _Rank.release,
-    "use": _Rank.use,
-    "boundary": _Rank.boundary,
-    "collect": _Rank.collect,
-    "grad": _Rank.grad,
-    "keep": _Rank.keep,
-    "reduce": _Rank.reduce,
-    "end_reduce": _Rank.end_reduce,
+    check.__name__: check
+    for check in (
+        *(_Rank.gather, _Rank.wait_gather, _Rank.drop_gather, _Rank.release, _Rank.use, _Rank.boundary),
+        *(_Rank.collect, _Rank.grad, _Rank.keep, _Rank.reduce, _Rank.end_reduce),
+    )
 }
 """The check for each kind of event."""

@@ -43,29 +43,20 @@ def in_bytes(numel: int, dtype: str, hook: CommHook | None) -> int:
 
 
 def sent_by_axis(
-    units: Sequence[UnitPlan],
-    mesh: Mesh,
-    *,
-    hooks: CommHooks,
-    num_micro_steps: int,
-    size: Size,
+    units: Sequence[UnitPlan], mesh: Mesh, *, hooks: CommHooks, num_micro_steps: int, size: Size
 ) -> dict[str, dict[str, int]]:
     """The total size that one rank sends in a step, by axis of the mesh and collective.
 
     Args:
         units: in the order in which the forward uses them.
-        mesh: the ranks.
-        hooks: the comm hooks by axis.
-        num_micro_steps: micro-batches in one step.
         size: the function that gives the size of one message.
     """
     sent: dict[str, dict[str, int]] = {name: dict.fromkeys(COLLECTIVES, 0) for name in mesh.names}
     gathered = [unit for unit in units if unit.gathered_numel]
     last = gathered[-1].buffers if gathered else ()  # the backward begins with them, before their release
     for buffer in (buffer for unit in units for buffer in unit.buffers):
-        for collective, numel, axes, dtype, times, by_axis in _sent(
-            buffer, hooks, num_micro_steps, in_backward=buffer not in last
-        ):
+        of_buffer = _sent(buffer, hooks, num_micro_steps, in_backward=buffer not in last)
+        for collective, numel, axes, dtype, times, by_axis in of_buffer:
             for name in axes:
                 num_ranks = mesh.axis_size(name)
                 numel //= num_ranks
@@ -77,8 +68,7 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
     """The sums over all axes, by collective."""
     total: Counter[str] = Counter()
     for sent in by_axis.values():
-        for collective, size in sent.items():
-            total[collective] += size
+        total.update(sent)
     return dict(total)
 
 

@@ -16,7 +16,6 @@ recorded order: it prefetches one unit.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, Self
@@ -68,7 +67,7 @@ class Orders:
     """
 
     learned: dict[Run, tuple[Event, ...]] = field(default_factory=dict)
-    tried: defaultdict[Run, list[tuple[Event, ...]]] = field(default_factory=lambda: defaultdict(list))
+    tried: dict[Run, list[tuple[Event, ...]]] = field(default_factory=dict)
     varying: set[Run] = field(default_factory=set)
     differ: bool = False
 
@@ -89,7 +88,7 @@ class Orders:
         """
         if run in self.varying:
             return False
-        tried = self.tried[run]
+        tried = self.tried.setdefault(run, [])
         tried.append(events)
         if is_whole or (len(tried) == MOST_TRIES and len(set(tried)) == 1):
             self.learned[run] = events
@@ -106,7 +105,7 @@ class Orders:
         return is_new
 
     def copy(self) -> Self:
-        tried = defaultdict(list, {run: list(orders) for run, orders in self.tried.items()})
+        tried = {run: list(orders) for run, orders in self.tried.items()}
         return replace(self, learned=dict(self.learned), tried=tried, varying=set(self.varying))
 
 

@@ -86,9 +86,7 @@ class UnitScheduler:
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
         self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
-        self._filling: defaultdict[str, set[str]] = defaultdict(
-            set
-        )  # by unit, the keys of flat gradients that have begun
+        self._filling = defaultdict[str, set[str]](set)  # by unit, the keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
         self._num_reducing = 0  # the elements of their full gradients
         self._is_last = True
@@ -117,9 +115,8 @@ class UnitScheduler:
                 after its first `end_visit`.
         """
         self._is_last, self._open_visits = is_last, Counter(visits)
-        self._entered.update(
-            unit for unit, num_visits in visits.items() if num_visits
-        )  # also in forwards before the last backward
+        # Also units of forwards before the last backward.
+        self._entered.update(unit for unit, num_visits in visits.items() if num_visits)
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
         """The order that later runs follow, made from the run that ended, and whether that run has all blocks (`is_whole`)."""

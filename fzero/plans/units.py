@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from sharding import plan_buckets
@@ -19,32 +19,22 @@ from sharding import plan_buckets
 
 def check_has_shapes(model: nn.Module) -> None:
     """Raises a ValueError for a lazy parameter or buffer, which has no shape before its first forward."""
-    by_kind: dict[str, Iterable[tuple[str, Tensor]]]
-    by_kind = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
-    for kind, named in by_kind.items():
-        for name, tensor in named:
-            if is_lazy(tensor):
-                raise ValueError(
-                    f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
-                    f"model once on a batch before the step is made"
-                )
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if is_lazy(tensor):
+            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+            raise ValueError(
+                f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
+                f"model once on a batch before the step is made"
+            )
 
 
 def owners_of(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
     """The parameters by their first names, and the aliases: every other name of a tied parameter or buffer, with its first."""
     first: dict[int, str] = {}
-    owners, aliases = {}, {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        owner = first.setdefault(id(param), name)
-        if owner == name:
-            owners[name] = param
-        else:
-            aliases[name] = owner
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        owner = first.setdefault(id(buffer), name)
-        if owner != name:
-            aliases[name] = owner
-    return owners, aliases
+    params = dict(model.named_parameters(remove_duplicate=False))
+    named = (*params.items(), *model.named_buffers(remove_duplicate=False))
+    aliases = {name: owner for name, x in named if (owner := first.setdefault(id(x), name)) != name}
+    return {name: param for name, param in params.items() if name not in aliases}, aliases
 
 
 def find_units(
@@ -57,10 +47,8 @@ def find_units(
     """
     blocks = blocks_of(model, patterns)
     runs = _runs(blocks, owners)
-    sizes = [sum(owners[name].numel() for name in names) for block, names in runs if block is not None]
-    if not sizes:
-        sizes = [sum(owners[name].numel() for name in names) for names in _by_module(list(owners)).values()]
-    cap = min(cap, max(sizes))
+    whole = [names for block, names in runs if block is not None] or _by_module(list(owners)).values()
+    cap = min(cap, max(sum(owners[name].numel() for name in names) for names in whole))
     units: list[tuple[str, list[str]]] = []
     for block, names in runs:
         if block is not None:
@@ -96,9 +84,8 @@ def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
     children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
     counts = Counter(_kind_of(child) for _, child in children)
     is_list = isinstance(model, nn.ModuleList)
-    repeats = isinstance(model, nn.Sequential) and any(
-        count > 1 for kind, count in counts.items() if kind not in _CONTAINERS
-    )
+    most = max((count for kind, count in counts.items() if kind not in _CONTAINERS), default=0)
+    repeats = isinstance(model, nn.Sequential) and most > 1
     blocks = []
     for name, child in children:
         if isinstance(child, _CONTAINERS):
@@ -138,11 +125,7 @@ def _named_blocks(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _parents(name: str) -> Iterator[str]:
-    """The names of the modules that contain `name`, from the outermost in.
-
-    >>> list(_parents("blocks.0.up.weight"))
-    ['blocks', 'blocks.0', 'blocks.0.up']
-    """
+    """The names of the modules that contain `name`, from the outermost in."""
     parts = name.split(".")
     return (".".join(parts[:length]) for length in range(1, len(parts)))
 

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from fzero.comms import collectives, primitives
 from fzero.comms.process_group import join
-from fzero.optim.fragments import ShardContents, boxes
+from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
+from sharding.boxes import boxes
 from sharding.layout import FlatLayout
 from sharding.testing import layouts, shapes
 from sharding.views import dtype_name, flatten, take_shard, unflatten
@@ -367,14 +368,15 @@ def test_boxes_cover_a_fragment_once_and_lie_on_the_grid() -> None:
         size = rows * columns
         for start in range(2 * size + 1):
             for stop in range(start, 4 * size + 1):
-                found = list(boxes(start, stop, rows, columns))
+                found = list(boxes(start, stop, (4, rows, columns)))
                 covered = [i for box in found for i in range(box.start, box.start + box.numel)]
                 assert covered == list(range(start, stop))
                 assert len(found) <= 7
                 for box in found:
-                    assert box.matrices == 1 or (box.start % size == 0 and (box.rows, box.columns) == (rows, columns))
-                    assert box.rows == 1 or box.columns == columns
-                    assert box.start % columns + box.columns <= columns
+                    matrices, box_rows, box_columns = box.sizes
+                    assert matrices == 1 or (box.start % size == 0 and (box_rows, box_columns) == (rows, columns))
+                    assert box_rows == 1 or box_columns == columns
+                    assert box.start % columns + box_columns <= columns
 
 
 # --- bad values --------------------------------------------------------------------------------------------------

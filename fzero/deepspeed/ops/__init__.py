@@ -1,7 +1,3 @@
 """`deepspeed.ops`: optimizers under DeepSpeed's names."""
 
-from __future__ import annotations
-
-from fzero.deepspeed.ops import adam
-
-__all__ = ["adam"]
+from fzero.deepspeed.ops import adam as adam
