@@ -120,7 +120,11 @@ class FlatLayout:
         return self.shapes[self._place(name)]
 
     def fragments(self, rank: int) -> tuple[Fragment, ...]:
-        """The fragments in the shard of `rank`, in order; empty ones are left out."""
+        """The fragments in the shard of `rank`, in order; empty ones are left out.
+
+        >>> FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).fragments(1)
+        (Fragment(name='w', start=5, stop=6, offset=0), Fragment(name='b', start=0, stop=3, offset=1))
+        """
         return tuple(self.within(*self.partition.bounds(rank)))
 
     def within(self, start: int, stop: int) -> Iterator[Fragment]:

@@ -43,13 +43,21 @@ class Order:
         return len(self.indices)
 
     def apply(self, items: Sequence[T]) -> tuple[T, ...]:
-        """The items in this order."""
+        """The items in this order.
+
+        >>> Order((1, 0)).apply(["a", "b"])
+        ('b', 'a')
+        """
         if len(items) != len(self):
             raise ValueError(f"Order: orders {len(self)} items, got {len(items)}; make an order of this many")
         return tuple(items[index] for index in self.indices)
 
     def inverse(self) -> "Order":
-        """The order that undoes this one."""
+        """The order that undoes this one.
+
+        >>> Order((2, 0, 1)).inverse()
+        Order(indices=(1, 2, 0))
+        """
         places = {index: place for place, index in enumerate(self.indices)}
         return Order(tuple(places[index] for index in range(len(self))))
 

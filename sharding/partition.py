@@ -81,7 +81,11 @@ class NearEqualSplit:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The elements of each rank, in rank order."""
+        """The elements of each rank, in rank order.
+
+        >>> NearEqualSplit(numel=2, world_size=3).sizes
+        (1, 1, 0)
+        """
         size, num_larger = divmod(self.numel, self.world_size)
         return (size + 1,) * num_larger + (size,) * (self.world_size - num_larger)
 

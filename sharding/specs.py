@@ -246,7 +246,11 @@ class Mesh:
         return dict(self.axes)[name]
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The index of `rank` along each axis."""
+        """The index of `rank` along each axis.
+
+        >>> Mesh.of(node=2, data=4).coordinate(5)
+        {'node': 1, 'data': 1}
+        """
         check_index("Mesh", "rank", rank, self.size)
         indices: dict[str, int] = {}
         for name, size in reversed(self.axes):
@@ -270,7 +274,11 @@ class Mesh:
         return rank
 
     def peers(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself."""
+        """The ranks that differ from `rank` only along `axis`, in order, with `rank` itself.
+
+        >>> Mesh.of(node=2, data=4).peers(5, "node")
+        (1, 5)
+        """
         coordinate = self.coordinate(rank)
         return tuple(self.rank({**coordinate, axis: index}) for index in range(self.axis_size(axis)))
 

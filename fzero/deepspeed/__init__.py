@@ -8,21 +8,13 @@ from __future__ import annotations
 from argparse import ArgumentParser
 from typing import NoReturn
 
-from fzero.deepspeed import (
-    accelerator as accelerator,
-    checkpointing as checkpointing,
-    comm as comm,
-    ops as ops,
-    runtime as runtime,
-    utils as utils,
-    zero as zero,
-)
-from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
-from fzero.deepspeed.comm import init_distributed as init_distributed
-from fzero.deepspeed.utils import log_dist as log_dist, logger as logger
+from fzero.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from fzero.deepspeed.accelerator import get_accelerator
+from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.utils import log_dist, logger
 from fzero.engine.engine import Engine
-from fzero.engine.initialize import initialize as initialize
-from fzero.engine.optimizer import ConfiguredScheduler as ConfiguredScheduler, EngineOptimizer
+from fzero.engine.initialize import initialize
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer
@@ -45,3 +37,23 @@ def __getattr__(name: str) -> NoReturn:
         f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no pipelines, mixtures of experts, "
         f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
     )
+
+
+__all__ = [
+    "ConfiguredScheduler",
+    "DeepSpeedEngine",
+    "DeepSpeedOptimizer",
+    "accelerator",
+    "add_config_arguments",
+    "checkpointing",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "log_dist",
+    "logger",
+    "ops",
+    "runtime",
+    "utils",
+    "zero",
+]

@@ -2,3 +2,19 @@
 
 May import: checkpoint, profiling and below. Begin with `fzero.engine.initialize`.
 """
+
+__all__ = [
+    "accessors",
+    "checkpoints",
+    "client_optimizers",
+    "config_keys",
+    "dataloader",
+    "engine",
+    "initialize",
+    "module",
+    "monitor",
+    "optimizer",
+    "param_views",
+    "settings",
+    "step_log",
+]

@@ -1,3 +1,7 @@
 """`deepspeed.ops`: optimizers under DeepSpeed's names."""
 
-from fzero.deepspeed.ops import adam as adam
+from __future__ import annotations
+
+from fzero.deepspeed.ops import adam
+
+__all__ = ["adam"]

@@ -1,3 +1,7 @@
 """`deepspeed.runtime`: some functions in DeepSpeed's places."""
 
-from fzero.deepspeed.runtime import lr_schedules as lr_schedules, utils as utils, zero as zero
+from __future__ import annotations
+
+from fzero.deepspeed.runtime import lr_schedules, utils, zero
+
+__all__ = ["lr_schedules", "utils", "zero"]

@@ -1,3 +1,7 @@
 """`deepspeed.runtime.zero`: DeepSpeed's estimates of memory."""
 
-from fzero.deepspeed.runtime.zero import stage3 as stage3, stage_1_and_2 as stage_1_and_2
+from __future__ import annotations
+
+from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
+
+__all__ = ["stage3", "stage_1_and_2"]

@@ -1,7 +1,13 @@
 """DeepSpeed's rule of thumb for the bytes of model states in stage 3. `print(engine.train_step.plan)` tells the exact ones."""
 
 from fzero.estimation.zero_formulas import (
-    estimate_zero3_model_states_mem_needs as estimate_zero3_model_states_mem_needs,
-    estimate_zero3_model_states_mem_needs_all_cold as estimate_zero3_model_states_mem_needs_all_cold,
-    estimate_zero3_model_states_mem_needs_all_live as estimate_zero3_model_states_mem_needs_all_live,
+    estimate_zero3_model_states_mem_needs,
+    estimate_zero3_model_states_mem_needs_all_cold,
+    estimate_zero3_model_states_mem_needs_all_live,
 )
+
+__all__ = [
+    "estimate_zero3_model_states_mem_needs",
+    "estimate_zero3_model_states_mem_needs_all_cold",
+    "estimate_zero3_model_states_mem_needs_all_live",
+]
