@@ -46,11 +46,7 @@ class _InTurn(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        anchor: Tensor,
-        function: Callable[..., None],
-        *tensors: Tensor,
+        info: Any, in_dims: tuple[int | None, ...], anchor: Tensor, function: Callable[..., None], *tensors: Tensor
     ) -> tuple[Tensor, None]:
         for rank in range(info.batch_size):
             pairs = zip(tensors, in_dims[2:], strict=True)
@@ -64,9 +60,7 @@ class StackedAxis(primitives.OverRanks):
     """One axis of a mesh whose ranks are a dimension of tensors, inside of `Stacked.each`.
 
     Args:
-        size: the number of ranks along it.
         stride: the difference of two neighbours' ranks.
-        name: the mesh axis.
         ranks: all ranks of the mesh.
     """
 
@@ -178,8 +172,7 @@ class Stacked:
         This also runs kernels for which `torch.vmap` has no rule.
         """
         if torch.compiler.is_compiling():
-            function(*args)
-            return
+            return function(*args)
         leaves, treespec = pytree.tree_flatten(args)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -227,11 +220,10 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not torch.equal(torch.get_rng_state(), before):
                 raise VmapError(f"{func} draws random numbers for all ranks at once")
             return result
-        size = len(self.rng)
+        size, drawn = len(self.rng), []
         for x in args:
             if isinstance(x, Tensor) and x.dim() and x.shape[0] != size:
                 raise VmapError(f"{func} draws random numbers for a tensor of shape {tuple(x.shape)}")
-        drawn = []
         for rank in range(size):
             own = [x[rank] if isinstance(x, Tensor) and x.dim() else x for x in args]
             if func.overloadpacket in _OF_A_SHAPE:  # (…, [W, …])
