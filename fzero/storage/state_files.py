@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,12 +28,10 @@ class StateFiles:
 
     Args:
         files: folder and contents of each file.
-        streaming: the options of the transfers.
         sub_group_numel: elements of a sub-group.
         most: the most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
         extra: the most tensors in files of one sub-group that it does not count (new parameters beside their master).
         staged_nbytes: bytes of full shards in memory at once, on their way.
-        rank: of this process.
 
     Raises:
         StoreError, MemoryError: the files cannot be made, or there is no room for the buffers; nothing is left.
@@ -58,14 +56,11 @@ class StateFiles:
         for name, (path, spec) in files.items():
             by_path.setdefault(path, {})[name] = spec
         stores: list[FileStore] = []
+        options = ("num_threads", "block_nbytes", "checksums", "leftover")
+        how: dict[str, Any] = {name: getattr(streaming, name) for name in options}
         try:
             for path, specs in by_path.items():
-                stores.append(
-                    FileStore(
-                        path, specs, rank=rank, state=_free(path, rank), num_threads=streaming.num_threads,
-                        block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
-                    )
-                )  # fmt: skip
+                stores.append(FileStore(path, specs, rank=rank, state=_free(path, rank), **how))
                 nbytes = sub_group_numel * max(itemsize(spec.dtype) for spec in specs.values())
                 self._movers[path] = FileMover(stores[-1], num_buffers=self._room.num_buffers, buffer_nbytes=nbytes)
             check_host_memory(staged_nbytes, f"shards of {staged_nbytes:,} bytes on their way between files and a step")
@@ -124,9 +119,8 @@ class StateFiles:
 
     def prefetch(self, name: str, start: int, stop: int) -> None:
         """Starts to read one tensor of a sub-group, if there is room for it; an error breaks the files."""
-        mover = self.mover(name)
         try:
-            mover.prefetch(TensorRange(name, start, stop))
+            self.mover(name).prefetch(TensorRange(name, start, stop))
         except StoreError as error:
             self.fail(error)
 
