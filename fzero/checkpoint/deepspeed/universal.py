@@ -77,11 +77,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
 
 
 def tensor_in(path: Path) -> Tensor:
-    """The tensor in a file of a universal checkpoint.
-
-    Raises:
-        CheckpointError: it is one of tensor or expert parallelism.
-    """
+    """The tensor in a file of a universal checkpoint. Raises CheckpointError: it is one of tensor or expert parallelism."""
     content = read(path)
     if not isinstance(content, Mapping):
         return cast(Tensor, content)
