@@ -237,7 +237,12 @@ class _Writer(NamedTuple):
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
             part.unlink()
-        contents = _contents_of(self.step, self.numbers, self.rates)
+        plan, runtime, scaling = self.step.plan, self.step.runtime, self.step.runtime.rules.scaling
+        contents = Contents(
+            *layout.stored_by(plan, runtime.aliases), layout.numbers_by_name(plan, self.numbers), layout.kinds_of(plan),
+            layout.describe_hook_states(plan), runtime.stored_names, self.rates, asdict(scaling), plan.stage,
+            plan.mesh.axes, scaling.dynamic,
+        )  # fmt: skip
         published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
@@ -267,15 +272,6 @@ class Contents(NamedTuple):
     stage: int
     mesh: Sequence[tuple[str, int]]
     scales_dynamically: bool
-
-
-def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
-    plan, scaling = step.plan, step.runtime.rules.scaling
-    return Contents(
-        *layout.stored_by(plan, step.runtime.aliases), layout.numbers_by_name(plan, numbers), layout.kinds_of(plan),
-        layout.describe_hook_states(plan), step.runtime.stored_names, rates, asdict(scaling), plan.stage, plan.mesh.axes,
-        scaling.dynamic,
-    )  # fmt: skip
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:

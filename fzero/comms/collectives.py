@@ -173,12 +173,9 @@ def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = Non
 
 
 def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
-    """Starts to sum `full_P` over the ranks, in rank order and in place.
+    """Starts to sum `full_P` over the ranks, in rank order and in place. `after` as for `start_reduce_scatter`.
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
-
-    Args:
-        after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_reduce, full_P, label)
@@ -280,8 +277,7 @@ def _swap(
 ) -> Future[list[dist.Work]] | Letters:
     """Starts to receive one tensor from each rank in `received`, and to send one to each rank in `sent`.
 
-    Tensors between two ranks arrive in the order in which they were sent. A separate thread starts the sends, because gloo begins
-    to copy immediately and would delay the compute.
+    A separate thread starts the sends, because gloo begins to copy immediately and would delay the compute.
     """
     if isinstance(axis, LockstepAxis):
         if after is not None:

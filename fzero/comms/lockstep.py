@@ -82,7 +82,7 @@ class Hub:
             self._is_stuck = True  # after an interrupt, ends the ranks that still wait
             torch.set_rng_state(process_rng)
         if errors:
-            rank, error = min(errors, key=lambda found: isinstance(_origin(found[1]), StuckError))
+            rank, error = min(errors, key=lambda found: isinstance(found[1].__cause__ or found[1], StuckError))
             error.add_note(f"fzero: raised on rank {rank} of {self.size}, which run in lockstep")
             raise error
         return results
@@ -142,7 +142,3 @@ class Hub:
         self._is_stuck |= not ready
         for other in (ready or running)[:1]:
             self._turns[other].release()
-
-
-def _origin(error: BaseException) -> BaseException:
-    return error.__cause__ or error

@@ -372,15 +372,12 @@ def _traced(axis: Bound | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis:
         raise ValueError(
             "LockstepAxis: a collective of ranks in lockstep cannot be traced; trace on real ranks, or in Stacked.each"
         )
-    if isinstance(axis, AbstractAxis) and not _has_no_numbers(x):
+    has_numbers = not x.is_meta and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    if isinstance(axis, AbstractAxis) and has_numbers:
         raise ValueError(
             f"AbstractAxis: its {axis.size} ranks have no numbers, got a tensor on {x.device}; pass a fake or meta tensor"
         )
     return TracedAxis.of(axis, x.device)
-
-
-def _has_no_numbers(x: Tensor) -> bool:
-    return x.is_meta or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_traced(x: Tensor) -> bool:

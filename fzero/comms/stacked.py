@@ -3,9 +3,6 @@
 `Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it, a tensor belongs to one rank, and a
 collective along a `StackedAxis` is an operation on the dimension of ranks (`fzero.comms.primitives`). Sums are made in rank
 order, as in a job of processes.
-
-Each rank has its own random state: an operator that draws random numbers runs for one rank after the other, on the state of
-that rank.
 """
 
 from __future__ import annotations
@@ -198,11 +195,7 @@ class Stacked:
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this mode, an operator that draws random numbers for all ranks draws those of each rank from the rank's own state.
-
-    Attributes:
-        rng: the random state of each rank on the CPU; it advances with each draw.
-    """
+    """Inside, an operator that draws random numbers for all ranks runs for each rank, on the rank's own state in `rng`."""
 
     def __init__(self, rng_W: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

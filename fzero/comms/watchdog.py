@@ -254,8 +254,7 @@ class Watchdog:
     def report(self, *, is_late: bool = True) -> list[str]:
         """Sets the alarm, waits for the answers, and reports the missing ranks.
 
-        Args:
-            is_late: True after a timeout: the first rank to ask also prints all stacks to stderr. False after a lost connection.
+        After a timeout (`is_late`) the first rank to ask also prints all stacks to stderr.
         """
         is_first = self.store.add("alarm", 1) == 1
         self._answer()
@@ -268,7 +267,8 @@ class Watchdog:
             self._answer_for_gone()
             for rank in {*range(self.world_size)} - {*answers}:
                 if text := _text(self.store, f"answer/{rank}"):
-                    answers[rank] = answer_of(text)
+                    values = json.loads(text)
+                    answers[rank] = Answer(**values | {"place": tuple(values["place"])})
                     if answers[rank].is_gone and not is_late:
                         deadline = min(deadline, time.monotonic() + MORE)
             time.sleep(AGAIN)
@@ -352,12 +352,6 @@ class Watchdog:
         for rank, its in silent.items():
             if stack := stack_of(its):
                 self._answer_for(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
-
-
-def answer_of(text: str) -> Answer:
-    """The answer that a `Watchdog` wrote to the store."""
-    values = json.loads(text)
-    return Answer(**values | {"place": tuple(values["place"])})
 
 
 def rank_0_keeps_store() -> bool:

@@ -33,10 +33,8 @@ ALSO = {"momentum_buffer": "momentum"}
 def full_params(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Copies of full parameters in the model's dtypes, by name, on the step's device.
 
-    *Collective* where they are sharded (stage 3): every rank with the same names; one flat buffer is gathered at a time.
-
-    Args:
-        names: of parameters; None is all, tied ones under all of their names.
+    *Collective* where they are sharded (stage 3): every rank with the same names; one flat buffer is gathered at a time. Without
+    names, all are read, tied ones under all of their names.
     """
     aliases = step.plan.aliases
     wanted = {*_homes(step), *aliases} if names is None else set(names)

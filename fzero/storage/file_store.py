@@ -81,7 +81,6 @@ class FileStore:
     Args:
         path: a folder on the disk to use; the files are in a sub-folder of this rank.
         files: the contents of each file, by any name (`"blocks.0/float32/exp_avg"`).
-        rank: of this process.
         state: the index of the state, where this process has several at the path.
         num_threads: how many blocks move at once.
         block_nbytes: the most bytes that one system call moves.

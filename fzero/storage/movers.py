@@ -37,7 +37,6 @@ class FileMover:
     """Moves sub-groups between files and the buffers of a pool.
 
     Args:
-        store: where the tensors live.
         num_buffers: tensors of a sub-group times sub-groups in memory at once. Adam moves 3 tensors, the parameter included;
             with one sub-group read ahead and one written behind, that is 3 · 3.
         buffer_nbytes: at least the bytes of one tensor of a sub-group.

@@ -200,11 +200,9 @@ def init_streamed(
     sub_group_numel: int,
     **ahead: int,
 ) -> None:
-    """Writes the initial parameters and optimizer states to their homes.
+    """Writes the initial parameters, which `param_at(name, start, stop)` returns, and optimizer states to their homes.
 
-    Args:
-        param_at: the initial values of a parameter, as a function of (name, start, stop).
-        buffers, mover, sub_group_numel, ahead: as in `update_streamed`.
+    The other arguments are those of `update_streamed`.
     """
 
     def init(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:

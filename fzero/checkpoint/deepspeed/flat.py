@@ -154,12 +154,7 @@ def _rank(path: Path) -> _Rank:
 
 
 def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) -> Flats:
-    """The flat tensors of ZeRO 1, 2 or 3, in a file for each rank.
-
-    Args:
-        found: these files, by rank.
-        model: the contents of the file `path`.
-    """
+    """The flat tensors of ZeRO 1, 2 or 3, in the file `found` for each rank; `model` is the contents of `path`."""
     opened = cache(lambda rank: _rank(found[rank]))
     folder = path.parent
     some = opened(min(found))
