@@ -97,7 +97,8 @@ def save_16bit_model(
         for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
     }
     exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
-    problem, views = None, runtime.full_weights(state)
+    problem = None
+    views = runtime.full_weights(state)
     try:
         if step.rank == 0:
             with exported:

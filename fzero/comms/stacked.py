@@ -213,10 +213,11 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if not torch.equal(torch.get_rng_state(), before):
                 raise VmapError(f"{func} draws random numbers for all ranks at once")
             return result
-        size, drawn = len(self.rng), []
+        size = len(self.rng)
         for x in args:
             if isinstance(x, Tensor) and x.dim() and x.shape[0] != size:
                 raise VmapError(f"{func} draws random numbers for a tensor of shape {tuple(x.shape)}")
+        drawn = []
         for rank in range(size):
             own = [x[rank] if isinstance(x, Tensor) and x.dim() else x for x in args]
             if func.overloadpacket in _OF_A_SHAPE:  # (…, [W, …])

@@ -95,7 +95,8 @@ def stack_of(identity: Mapping[str, Any]) -> str:
         if [found.st_dev, found.st_ino] != identity["file"]:
             return ""  # another process has this pid now, and the signal would kill it
         os.kill(identity["pid"], NUMBER)
-        deadline, text = time.monotonic() + 2, ""
+        deadline = time.monotonic() + 2
+        text = ""
         while time.monotonic() < deadline:
             time.sleep(0.2)
             before, text = text, path.read_text(errors="replace")

@@ -330,7 +330,8 @@ def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[st
     source, target = old.buffer, new.buffer
     if not (source.trainable and target.trainable):
         return  # only weights move
-    name, kinds = shared[0], (old.kind, new.kind)
+    name = shared[0]
+    kinds = old.kind, new.kind
     kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
         theirs = [f"{kind}({', '.join(path[1:] for path in paths)})" for kind, paths in zip(kinds, kept, strict=True)]

@@ -40,7 +40,8 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, nbytes: int, *, checksums: bool) -> None:
-        self.path, self.nbytes, self.is_direct, self._fd = path, nbytes, False, -1
+        self.path, self.nbytes, self.is_direct = path, nbytes, False
+        self._fd = -1
         self._checksums = array("L", [_OF_ZEROS] * (nbytes // CHECKED if checksums else 0))
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         if not nbytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -56,11 +56,14 @@ class StateFiles:
         for name, (path, spec) in files.items():
             by_path.setdefault(path, {})[name] = spec
         stores: list[FileStore] = []
-        options = ("num_threads", "block_nbytes", "checksums", "leftover")
-        how: dict[str, Any] = {name: getattr(streaming, name) for name in options}
         try:
             for path, specs in by_path.items():
-                stores.append(FileStore(path, specs, rank=rank, state=_free(path, rank), **how))
+                stores.append(
+                    FileStore(
+                        path, specs, rank=rank, state=_free(path, rank), num_threads=streaming.num_threads,
+                        block_nbytes=streaming.block_nbytes, checksums=streaming.checksums, leftover=streaming.leftover,
+                    )
+                )  # fmt: skip
                 nbytes = sub_group_numel * max(itemsize(spec.dtype) for spec in specs.values())
                 self._movers[path] = FileMover(stores[-1], num_buffers=self._room.num_buffers, buffer_nbytes=nbytes)
             check_host_memory(staged_nbytes, f"shards of {staged_nbytes:,} bytes on their way between files and a step")

@@ -248,9 +248,11 @@ def _update(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
     kept, treespec = optree.tree_flatten(buffer.state)
     param, *longs = (at[name] for name in buffer.names)
     rest = iter(longs)
-    if group.stop != buffer.numel:  # counters advance once
-        kept = [x.clone() for x in kept]
-    old = [next(rest) if is_long else x for x, is_long in zip(kept, long_leaves(transform), strict=True)]
+    is_last = group.stop == buffer.numel  # counters advance once
+    old = [
+        next(rest) if is_long else x if is_last else x.clone()
+        for x, is_long in zip(kept, long_leaves(transform), strict=True)
+    ]
     grad = at[buffer.grad] if buffer.grad_at is None else buffer.grad_at(group.start, group.stop)  # type: ignore[index]
     _, *new = transform.update(grad, param, treespec.unflatten(old))
     news = separate([new[0], *treespec.flatten_up_to(new[1])], [param, *old])
