@@ -2,8 +2,7 @@
 
 The files are written and read by PyTorch's own `FileSystemWriter` and `FileSystemReader`, so that any job can load them with
 `torch.distributed.checkpoint.load`. A fragment is a flat run of an n-dimensional tensor; its boxes (`sharding.boxes`) are
-PyTorch's chunks. Nothing here communicates: every rank writes its own file and returns the list of its chunks; the caller
-collects the lists of all ranks for `write_metadata`.
+PyTorch's chunks. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -82,36 +81,27 @@ def write(folder: Path, rank: int, fragments: Iterable[Fragment]) -> list[Slice]
             chunks[index] = _Chunk(flat, box.start - part.start, box.sizes)
             parts[index] = part
             chunk = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
-            data = TensorWriteData(chunk, _properties(part.dtype), torch.Size(part.shape))
+            like = _no_chunks(part)
+            data = TensorWriteData(chunk, like.properties, like.size)
             items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
     plan = replace(SavePlan(items), storage_data=_StoragePrefix(f"__{rank}_"))
     is_read = any(not isinstance(chunk.flat, Tensor) for chunk in chunks.values())
     # A chunk that must be read first is written before the next is read, so that memory holds one.
     writer = FileSystemWriter(folder, per_thread_copy_ahead=0) if is_read else FileSystemWriter(folder)
     results = writer.write_data(plan, _Writing(chunks)).wait()
-    return [
-        _slice(folder, parts[result.index], result)
-        for result in sorted(results, key=lambda result: int(result.storage_data.offset))
-    ]
-
-
-def _slice(folder: Path, part: StoredSlice, result: WriteResult) -> Slice:
-    """The position and checksum of a chunk that was written."""
-    where, index = result.storage_data, result.index
-    sizes = next(box.sizes for box in boxes(part.start, part.stop, part.shape) if box.offsets == index.offset)
-    checksum = checksum_of(folder / where.relative_path, where.offset, where.length)
-    place = (where.relative_path, where.offset, where.length)
-    return Slice(part.key, part.shape, part.dtype, tuple(index.offset or ()), sizes, *place, checksum)
+    slices = []
+    for result in sorted(results, key=lambda result: int(result.storage_data.offset)):
+        where, index, part = result.storage_data, result.index, parts[result.index]
+        place = (where.relative_path, where.offset, where.length)
+        offsets, checksum = tuple(index.offset or ()), checksum_of(folder / place[0], *place[1:])
+        slices.append(Slice(part.key, part.shape, part.dtype, offsets, chunks[index].sizes, *place, checksum))
+    return slices
 
 
 def write_metadata(
     folder: Path, slices: Iterable[Slice], stored: Mapping[str, Stored], aliases: Mapping[str, str]
 ) -> None:
-    """Writes PyTorch's metadata file: the chunks of all ranks. An alias of a tensor has the chunks of its first name.
-
-    Raises:
-        CheckpointError: chunks of a stored tensor are missing.
-    """
+    """Writes PyTorch's metadata file: the chunks of all ranks. An alias of a tensor has the chunks of its first name."""
     tensors = {key: _no_chunks(like) for key, like in stored.items()}
     where: dict[MetadataIndex, _StorageInfo] = {}
     for s in slices:
@@ -133,12 +123,8 @@ def write_metadata(
     FileSystemWriter(folder).finish(Metadata({**tensors}, planner_data=paths), [results])
 
 
-def _properties(dtype: str) -> TensorProperties:
-    return TensorProperties(dtype=torch_dtype(dtype))
-
-
-def _no_chunks(like: Stored) -> TensorStorageMetadata:
-    return TensorStorageMetadata(_properties(like.dtype), torch.Size(like.shape), [])
+def _no_chunks(like: Stored | StoredSlice) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(dtype=torch_dtype(like.dtype)), torch.Size(like.shape), [])
 
 
 # --- reading -----------------------------------------------------------------------------------------------------
@@ -184,6 +170,13 @@ class DcpReader:
         self._tensors = {key: like for key, like in tensors if isinstance(like, TensorStorageMetadata)}
         self.stored = {key: Stored(tuple(t.size), dtype_name(t.properties.dtype)) for key, t in self._tensors.items()}
 
+    def full(self, key: str) -> Tensor:
+        """A full tensor in its stored shape and dtype. Raises as `read` does."""
+        like = self.stored[key]
+        flat = torch.empty(math.prod(like.shape), dtype=torch_dtype(like.dtype))
+        self.read([(StoredSlice.whole(key, like), flat)])
+        return flat.view(like.shape)
+
     def read(self, fragments: Iterable[Fragment]) -> None:
         """Reads fragments into their targets, cast to each target's dtype. No two may begin with the same element.
 
@@ -227,20 +220,16 @@ class DcpReader:
         known = self._checksums.get((info.relative_path, info.offset))
         if known is None or (known.file, known.start) in self._checked:
             return
-        check_slice(self.folder, known)
+        path = self.folder / known.file
+        try:
+            found = checksum_of(path, known.start, known.nbytes)
+        except OSError as error:
+            raise CheckpointError(
+                f"load: {path} must hold {known.key!r}, got {error}; take another checkpoint"
+            ) from error
+        if found != known.checksum:
+            raise CheckpointError(
+                f"load: {path} must hold {known.key!r} in bytes {known.start} to {known.start + known.nbytes} with checksum "
+                f"{known.checksum:08x}, got {found:08x}: they are not those that were written; take another checkpoint"
+            )
         self._checked.add((known.file, known.start))
-
-
-def check_slice(folder: Path, known: Slice) -> None:
-    """Raises a CheckpointError unless the bytes of a chunk are those that were written."""
-    try:
-        found = checksum_of(folder / known.file, known.start, known.nbytes)
-    except OSError as error:
-        raise CheckpointError(
-            f"load: {folder / known.file} must hold {known.key!r}, got {error}; take another checkpoint"
-        ) from error
-    if found != known.checksum:
-        raise CheckpointError(
-            f"load: {folder / known.file} must hold {known.key!r} in bytes {known.start} to {known.start + known.nbytes} with "
-            f"checksum {known.checksum:08x}, got {found:08x}: they are not those that were written; take another checkpoint"
-        )

@@ -59,11 +59,7 @@ def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it is not a checkpoint of fzero, has a newer format, or was changed.
-    """
+    """The manifest of a checkpoint. Raises CheckpointError: it is not one of fzero, has a newer format, or was changed."""
     path = folder / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
@@ -105,11 +101,7 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
 
 
 def read_contents(folder: Path) -> dict[str, Any]:
-    """The contents of a checkpoint besides its tensors.
-
-    Raises:
-        CheckpointError: as `read_manifest`, or a file beside the manifest was changed.
-    """
+    """The contents of a checkpoint besides its tensors. Raises as `read_manifest` and `check_beside`."""
     check_beside(folder, read_manifest(folder))
     contents: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
     return contents
@@ -123,11 +115,7 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: itself, or the one that its `latest` names.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The checkpoint at `path`: itself, or the one that its `latest` names. Raises CheckpointError: there is none."""
     if not path.is_dir():
         raise CheckpointError(f"load: {path} must be a folder, and there is none; pass the folder that was saved to")
     if (path / MANIFEST).exists():
@@ -157,27 +145,20 @@ def find(path: Path) -> Path:
 
 
 def latest_of(path: Path, latest: str = LATEST) -> str:
-    """The name in a file `latest`, of an entry of the same folder.
-
-    Raises:
-        CheckpointError: the file cannot be read, or names an entry of another folder.
-    """
+    """The name in a file `latest`; a CheckpointError unless it is of an entry of the same folder."""
     file = path / latest
     try:
         return check_inside(file.read_bytes().decode().strip())
     except (OSError, ValueError) as error:
+        why = "is not" if isinstance(error, UnicodeDecodeError) else error
         raise CheckpointError(
-            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {_why(error)}; write the name into it, or "
-            f"pass the folder of one checkpoint"
+            f"load: {file} must hold the name of a folder beside it, in UTF-8, and {why}; write the name into it, or pass the "
+            f"folder of one checkpoint"
         ) from error
 
 
 def inside(folder: Path, name: str, told_by: Path) -> Path:
-    """The path of an entry of a folder, whose name comes from the file `told_by`.
-
-    Raises:
-        CheckpointError: the name leads out of the folder.
-    """
+    """The path of an entry of a folder, whose name comes from the file `told_by`; a CheckpointError if it leads out of it."""
     try:
         return folder / check_inside(name)
     except ValueError as error:
@@ -185,11 +166,7 @@ def inside(folder: Path, name: str, told_by: Path) -> Path:
 
 
 def read_client(folder: Path) -> Any:
-    """The user's value in a checkpoint.
-
-    Raises:
-        CheckpointError: the file is damaged, or needs code to be read.
-    """
+    """The user's value in a checkpoint; a CheckpointError if the file is damaged, or needs code to be read."""
     path = folder / CLIENT
     try:
         return load_tensors(path)
@@ -198,10 +175,6 @@ def read_client(folder: Path) -> Any:
             f"load: {path} must hold the value saved as client, and {error}; take another checkpoint, or only the weights of "
             f"this one with fzero.load_weights"
         ) from error
-
-
-def _why(error: Exception) -> str:
-    return "is not" if isinstance(error, UnicodeDecodeError) else str(error)
 
 
 def whole_ones(path: Path) -> list[Path]:
@@ -247,8 +220,8 @@ _CLAIMED: set[Path] = set()
 def claim(path: Path) -> None:
     """Makes a folder of checkpoints, and records this process as the one that saves there.
 
-    A living owner on this machine is an error. Whether an owner on another machine lives cannot be known: the last process to
-    claim gets the folder, and the earlier one gets the error at its next save.
+    Whether an owner on another machine lives cannot be known: the last process to claim gets the folder, and the earlier one gets
+    the error at its next save.
 
     Raises:
         CheckpointError: another job saves to this folder.
@@ -274,10 +247,10 @@ def publish(folder: Path, path: Path, step: int) -> Path:
     while (path / name).exists():  # the same step, saved again after going back
         number += 1
         name = f"step-{step}-{number}"
-    (folder / OWNER).unlink()
-    flush(folder)
-    folder.rename(path / name)
-    flush(path)
+    with flushed(folder):
+        (folder / OWNER).unlink()
+    with flushed(path):
+        folder.rename(path / name)
     write_whole(path / LATEST, f"{name}\n".encode())
     return path / name
 
@@ -311,9 +284,7 @@ def checksum_of(path: Path, start: int = 0, nbytes: int | None = None) -> int:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Writes a file atomically: it is complete and on the disk, or absent.
-
-    A process that sees the file may rename its folder at once.
+    """Writes a file atomically: it is complete and on the disk, or absent. Whoever sees it may rename its folder at once.
 
     Raises:
         OSError: it cannot be written, or its temporary name is a link.
@@ -323,18 +294,12 @@ def write_whole(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    with _flushed(path.parent):
+    with flushed(path.parent):
         beside.rename(path)
 
 
-def flush(folder: Path) -> None:
-    """Flushes the entries of a folder to the disk."""
-    with _flushed(folder):
-        pass
-
-
 @contextmanager
-def _flushed(folder: Path) -> Iterator[None]:
+def flushed(folder: Path) -> Iterator[None]:
     """On exit, flushes the entries of a folder to the disk, also if it has been renamed inside."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -345,11 +310,7 @@ def _flushed(folder: Path) -> Iterator[None]:
 
 
 def check_space(path: Path, nbytes_by_rank: Mapping[int, int]) -> None:
-    """Checks that there is space for the files of all ranks.
-
-    Raises:
-        CheckpointError: the disk, or the limit of one file's size, is too small.
-    """
+    """Raises a CheckpointError if the disk, or the limit of one file's size, is too small for the files of all ranks."""
     there = next(parent for parent in (path.absolute(), *path.absolute().parents) if parent.exists())
     disk, needed = os.statvfs(there), sum(nbytes_by_rank.values())
     free = disk.f_bavail * disk.f_frsize

@@ -21,15 +21,14 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.resharding.plan import kept_of
 from fzero.resharding.tensors import (
+    BufferTensors,
     FlatTensor,
     Sources,
     buffers_of,
     hook_states_of,
-    numbers_of,
+    of_plan,
     quantity_for,
-    tensors_of,
 )
 from fzero.storage.file_tensor import FilePart, part_of
 from fzero.storage.shard_io import Leaf
@@ -40,11 +39,7 @@ from sharding.views import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The shape and dtype of a tensor in a checkpoint.
-
-    >>> Stored((2, 3), "float32").dtype
-    'float32'
-    """
+    """The shape and dtype of a tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -62,8 +57,13 @@ class StoredSlice:
     dtype: str
     start: int
     stop: int
-    tensor: str
-    offset: int
+    tensor: str = ""
+    offset: int = 0
+
+    @classmethod
+    def whole(cls, key: str, like: Stored, tensor: str = "") -> StoredSlice:
+        """All of a stored tensor."""
+        return cls(key, like.shape, like.dtype, 0, math.prod(like.shape), tensor)
 
 
 class Slice(NamedTuple):
@@ -92,11 +92,8 @@ OVERHEAD = 3072
 
 def nbytes_of(parts: Iterable[StoredSlice]) -> int:
     """An upper bound of the bytes written for these parts."""
-    return sum(
-        box.numel * itemsize(part.dtype) + OVERHEAD
-        for part in parts
-        for box in boxes(part.start, part.stop, part.shape)
-    )
+    chunks = ((box, part) for part in parts for box in boxes(part.start, part.stop, part.shape))
+    return sum(box.numel * itemsize(part.dtype) + OVERHEAD for box, part in chunks)
 
 
 def key_of(quantity: str, name: str) -> str:
@@ -124,27 +121,17 @@ def own_key(rank: int, name: str) -> str:
 
 
 def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Iterator[StoredSlice]:
-    """The parts that a rank writes. All ranks together write every element once.
-
-    Args:
-        own: the tensors of each single rank, by name in the state.
-    """
+    """The parts that a rank writes; `own` are the tensors of each single rank. All ranks together write every element once."""
     piece = plan.ranks.index(rank)
     for quantity, tensor in _quantities(plan):
-        length = tensor.layout.partition.padded_numel // plan.world_size
-        held = piece - piece % tensor.num_pieces
         keys = {name: key_of(quantity, name) for name in tensor.layout.names}
-        yield from _parts(tensor, keys, piece * length, (piece + 1) * length, held * length)
+        yield from _parts(tensor, keys, range(piece, piece + 1))
     for name, spec in own.items():
-        yield StoredSlice(own_key(rank, name), spec.shape, spec.dtype, 0, spec.numel, name, 0)
+        yield StoredSlice.whole(own_key(rank, name), Stored(spec.shape, spec.dtype), name)
 
 
 def stored_by(plan: Plan, aliases: Mapping[str, str]) -> tuple[dict[str, Stored], dict[str, str]]:
-    """All tensors that the ranks of a job store together, without those of single ranks; and the aliases of these tensors.
-
-    Args:
-        aliases: the other names of tied parameters and module buffers.
-    """
+    """All tensors that the ranks of a job store together, without those of single ranks; and their other keys, for `aliases`."""
     stored = {
         key_of(quantity, name): Stored(shape, tensor.dtype)
         for quantity, tensor in _quantities(plan)
@@ -157,10 +144,10 @@ def stored_by(plan: Plan, aliases: Mapping[str, str]) -> tuple[dict[str, Stored]
 def kinds_of(plan: Plan) -> dict[str, dict[str, Any]]:
     """The kind of optimizer state of each parameter, by name: its type and its tensors; None for a frozen one."""
     kinds: dict[str, Any] = {}
-    for buffer in plan.flat_buffers:
-        kind = type(plan.optimizer[buffer.key]).__name__ if buffer.trainable else None
-        for name in buffer.layout.names:
-            kinds[name] = kind and {"kind": kind, "keeps": sorted(kept_of(plan, buffer, [name]))}
+    for tensors in of_plan(plan):
+        for name in tensors.buffer.layout.names:
+            is_trained = tensors.buffer.trainable
+            kinds[name] = {"kind": tensors.kind, "keeps": sorted(tensors.dtypes([name]))} if is_trained else None
     return kinds
 
 
@@ -168,17 +155,15 @@ def stored_starts(told: Mapping[str, Any], numbers: Mapping[str, float | int]) -
     """When the optimizer state of each trained parameter began, as a number that is equal where the counters are equal.
 
     Args:
-        told: the kind of optimizer state of each parameter (`kinds_of`).
-        numbers: the 0-d tensors of a state; those of the optimizer state per parameter.
+        told, numbers: the results of `kinds_of` and `numbers_by_name`.
     """
     found: dict[str, int] = {}
     known: dict[str, int] = {}
     for name, kept in told.items():
         if kept is not None:
             keys = ((path, key_of(path, name)) for path in kept["keeps"])
-            counters = repr(
-                [(path, numbers[key]) for path, key in keys if key in numbers]
-            )  # as text, because NaN != NaN
+            # As text, because NaN != NaN.
+            counters = repr([(path, numbers[key]) for path, key in keys if key in numbers])
             found[name] = known.setdefault(counters, len(known))
     return found
 
@@ -186,9 +171,9 @@ def stored_starts(told: Mapping[str, Any], numbers: Mapping[str, float | int]) -
 def numbers_by_name(plan: Plan, numbers: Mapping[str, float | int]) -> dict[str, float | int]:
     """The 0-d tensors of a state; those of the optimizer state per parameter."""
     by_name = {name: number for name, number in numbers.items() if not name.startswith("state.optimizer")}
-    for buffer in plan.flat_buffers:
-        for path, source in numbers_of(plan, buffer).items():
-            by_name |= {key_of(path, name): numbers[source] for name in buffer.layout.names}
+    for tensors in of_plan(plan):
+        for path, source in tensors.numbers.items():
+            by_name |= {key_of(path, name): numbers[source] for name in tensors.buffer.layout.names}
     return by_name
 
 
@@ -209,7 +194,7 @@ def parts_to_load(
     """
     piece = plan.ranks.index(rank)
     for buffer in plan.flat_buffers:
-        tensors = tensors_of(plan, buffer)
+        tensors = BufferTensors(plan, buffer).tensors
         for quantity, tensor in tensors.items():
             master = tensors["master"] if quantity == "params" and buffer.has_master else None
             if master is not None and tensor.num_shards == master.num_shards:
@@ -217,25 +202,20 @@ def parts_to_load(
             is_weight = quantity in ("params", "master")
             names = [name for name in tensor.layout.names if is_weight or name not in frozen]
             keys = {name: _source(name, quantity, tensor, buffer, stored, frozen=name in frozen) for name in names}
-            yield quantity, _held(plan, piece, tensor, keys)
+            yield quantity, list(_parts(tensor, keys, tensor.holders(piece)))
     for name, tensor in buffers_of(plan).items():
-        if name in without:
-            continue
-        key = key_of("params", name)
-        _check_shape(key, tensor.layout.shape(name), stored)
-        yield "buffers", _held(plan, piece, tensor, {name: key})
+        if name not in without:
+            key = key_of("params", name)
+            _check_shape(key, tensor.layout.shape(name), stored)
+            yield "buffers", list(_parts(tensor, {name: key}, tensor.holders(piece)))
 
 
 def parts_of_weights(
     plan: Plan, rank: int, stored: Mapping[str, Stored], keys: Mapping[str, str]
 ) -> Iterator[list[StoredSlice]]:
-    """The parts that a rank reads where only weights are stored: parameters, masters from the same, module buffers if present.
-
-    Args:
-        keys: the key of each stored tensor, by its name in the model.
-    """
+    """The parts that a rank reads where only weights are stored, under `keys`: parameters, masters, stored module buffers."""
     piece = plan.ranks.index(rank)
-    flat = [t for b in plan.flat_buffers for q, t in tensors_of(plan, b).items() if q in ("params", "master")]
+    flat = [t for b in of_plan(plan) for q, t in b.tensors.items() if q in ("params", "master")]
     for tensor in (*flat, *(t for name, t in buffers_of(plan).items() if name in keys)):
         for name, shape in zip(tensor.layout.names, tensor.layout.shapes):
             if name not in keys:
@@ -243,30 +223,24 @@ def parts_of_weights(
                     f"load: parameter {name!r} must be among the weights, and is not; take those of the same model"
                 )
             _check_shape(keys[name], shape, stored)
-        yield _held(plan, piece, tensor, keys)
+        yield list(_parts(tensor, keys, tensor.holders(piece)))
 
 
 def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, Sources]:
-    """The stored sources of each 0-d tensor of the optimizer state.
-
-    Args:
-        frozen: parameters without stored optimizer state.
-    """
+    """The stored sources of each 0-d tensor of the optimizer state; there is none for `frozen` parameters."""
     found = {}
-    for buffer in plan.flat_buffers:
-        names = buffer.layout.names
+    for tensors in of_plan(plan):
+        names = tensors.buffer.layout.names
         anew = tuple(name for name in names if name in frozen)
-        for path, target in numbers_of(plan, buffer).items():
+        for path, target in tensors.numbers.items():
             found[target] = Sources(tuple(key_of(path, name) for name in names if name not in frozen), anew)
     return found
 
 
 def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, Stored]) -> list[StoredSlice]:
     """The parts of a single rank's own tensors that are stored with the same shape and dtype."""
-    parts = [
-        StoredSlice(own_key(rank, name), s.shape, s.dtype, 0, math.prod(s.shape), name, 0) for name, s in own.items()
-    ]
-    return [part for part in parts if stored.get(part.key) == Stored(part.shape, part.dtype)]
+    wanted = [(own_key(rank, name), Stored(spec.shape, spec.dtype), name) for name, spec in own.items()]
+    return [StoredSlice.whole(*of_one) for of_one in wanted if stored.get(of_one[0]) == of_one[1]]
 
 
 def check_kinds(plan: Plan, told: Mapping[str, Any]) -> None:
@@ -287,9 +261,8 @@ def check_kinds(plan: Plan, told: Mapping[str, Any]) -> None:
 
 def check_names(plan: Plan, aliases: Iterable[str], stored: Mapping[str, Stored]) -> None:
     """Raises ValueError for a stored parameter or module buffer that the model does not have."""
-    known = {
-        key_of("params", n) for n in (*(n for b in plan.flat_buffers for n in b.layout.names), *plan.buffers, *aliases)
-    }
+    params = (name for buffer in plan.flat_buffers for name in buffer.layout.names)
+    known = {key_of("params", name) for name in (*params, *plan.buffers, *aliases)}
     unknown = [key for key in stored if key.startswith("model.") and key not in known]
     if unknown:
         raise ValueError(
@@ -298,40 +271,25 @@ def check_names(plan: Plan, aliases: Iterable[str], stored: Mapping[str, Stored]
         )
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
-    for buffer in plan.flat_buffers:
-        yield from tensors_of(plan, buffer).items()
+    for tensors in of_plan(plan):
+        yield from tensors.tensors.items()
     for tensor in buffers_of(plan).values():
         yield "params", tensor
 
 
-def _held(plan: Plan, piece: int, tensor: FlatTensor, keys: Mapping[str, str]) -> list[StoredSlice]:
-    """The fragments of everything that the rank with this piece holds of a flat tensor."""
-    length = tensor.layout.partition.padded_numel // plan.world_size
-    first = piece - piece % tensor.num_pieces
-    return list(_parts(tensor, keys, first * length, (first + tensor.num_pieces) * length, first * length))
-
-
-def _parts(tensor: FlatTensor, keys: Mapping[str, str], start: int, stop: int, first: int) -> Iterator[StoredSlice]:
-    """The fragments in elements [start, stop) of a flat tensor; the rank's part of it begins at element `first`."""
-    for fragment in tensor.layout.within(start, stop):
-        if fragment.name not in keys:
-            continue
-        shape, offset = tensor.layout.shape(fragment.name), start - first + fragment.offset
-        yield StoredSlice(keys[fragment.name], shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
+def _parts(tensor: FlatTensor, keys: Mapping[str, str], pieces: range) -> Iterator[StoredSlice]:
+    """The fragments in adjacent pieces of a flat tensor, all held by one rank."""
+    numel, layout = tensor.layout.partition.shard_numel, tensor.layout
+    for fragment in layout.within(pieces.start * numel, pieces.stop * numel):
+        if fragment.name in keys:
+            key, shape = keys[fragment.name], layout.shape(fragment.name)
+            offset = tensor.start(pieces.start) + fragment.offset
+            yield StoredSlice(key, shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
 
 
 def _source(
-    name: str,
-    quantity: str,
-    tensor: FlatTensor,
-    buffer: FlatParamPlan,
-    stored: Mapping[str, Stored],
-    *,
-    frozen: bool,
+    name: str, quantity: str, tensor: FlatTensor, buffer: FlatParamPlan, stored: Mapping[str, Stored], *, frozen: bool
 ) -> str:
     """The name of the stored tensor from which a quantity of a parameter is read."""
     param = stored[key_of("params", name)]
@@ -364,9 +322,8 @@ def describe_hook_states(plan: Plan) -> dict[str, str]:
 
 def own_specs(plan: Plan, rng: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
     """The tensors of each single rank: its random state, and the states of its comm hooks."""
-    return {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()} | {
-        n: s for n, (s, _) in hook_states_of(plan).items()
-    }
+    own = {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()}
+    return own | {name: spec for name, (spec, _) in hook_states_of(plan).items()}
 
 
 def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:

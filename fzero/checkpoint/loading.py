@@ -9,30 +9,16 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint import folders as files
+from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
-from fzero.checkpoint.layout import (
-    Slice,
-    Stored,
-    StoredSlice,
-    check_kinds,
-    check_names,
-    describe_hook_states,
-    key_of,
-    own_specs,
-    parts_of_own,
-    parts_to_load,
-    sources_of_numbers,
-    span,
-    stored_starts,
-)
+from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_no_inference, check_path
 from fzero.comms.failures import meet
 from fzero.plans.plan import Plan
@@ -85,15 +71,26 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     check_path("dir", dir)
     check_step(step)
     check_no_inference("load")
+    return load_by_ranks("fzero.load", dir, step, files.find, _load)
+
+
+def load_by_ranks(
+    call: str,
+    dir: str | Path,
+    step: AnyStep,
+    find: Callable[[Path], Path],
+    read: Callable[[Path, TrainStep, Scratch | None], Loaded],
+) -> Loaded:
+    """Each rank's result of `read`, from the checkpoint that rank 0 finds. *Collective:* every rank of the step."""
     if isinstance(step, LockstepRanks):
-        loaded = step.on_each(lambda rank: load(dir, step=step.steps[rank]))
+        loaded = step.on_each(lambda rank: load_by_ranks(call, dir, step.steps[rank], find, read))
         return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
     axis = step.runtime.mesh.world
-    meet("fzero.load", axis)
-    check_same_folder(axis, dir, "load")
-    path = Path(of_rank_0(axis, lambda: str(files.find(Path(dir)))))
+    meet(call, axis)
+    check_same_folder(axis, dir, call.rpartition(".")[2])
+    path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
     scratch = step.runtime.offload.make_files(axis)
-    own = together(axis, lambda: _load(path, step, scratch))
+    own = together(axis, lambda: read(path, step, scratch))
     return own._replace(state=placed(own.state, step, scratch))
 
 
@@ -121,13 +118,8 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
     files.check_beside(path, manifest)
     contents = json.loads((path / files.CONTENTS).read_bytes())
     found = DcpReader(path, map(Slice.of, contents["slices"]))
-    saved = Saved(
-        found,
-        contents["numbers"],
-        contents["optimizer"],
-        contents.get("hook_states", {}),
-        manifest["scales_dynamically"],
-    )
+    numbers, optimizer, hook_states = contents["numbers"], contents["optimizer"], contents.get("hook_states", {})
+    saved = Saved(found, numbers, optimizer, hook_states, manifest["scales_dynamically"])
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
 
@@ -142,19 +134,19 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         CheckpointError: a tensor cannot be read.
     """
     plan, rank, source = step.plan, step.rank, saved.source
-    check_names(plan, step.runtime.aliases, source.stored)
-    check_kinds(plan, saved.optimizer)
+    layout.check_names(plan, step.runtime.aliases, source.stored)
+    layout.check_kinds(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _warn_of_frozen(plan, frozen, rank)
-    numbers = chosen_numbers(sources_of_numbers(plan, frozen), dict(saved.numbers))
+    numbers = chosen_numbers(layout.sources_of_numbers(plan, frozen), dict(saved.numbers))
     kept = {*step.runtime.stored_names.values()}
-    missing = [n for n in plan.buffers if n not in kept and key_of("params", n) not in source.stored]
+    missing = [n for n in plan.buffers if n not in kept and layout.key_of("params", n) not in source.stored]
     wanted: dict[str, list[StoredSlice]] = {}
-    for quantity, parts in parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
+    for quantity, parts in layout.parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
         wanted.setdefault(quantity, []).extend(parts)
     keeps_scale = saved.scales_dynamically and step.runtime.rules.scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)
-    wanted["own"] = parts_of_own(rank, _kept_own(step, saved.hook_states), source.stored)
+    wanted["own"] = layout.parts_of_own(rank, _kept_own(step, saved.hook_states), source.stored)
     read_into(state, wanted.values(), source)
     for name, value in step.runtime.builder.values(missing, None, None).items():
         state.buffers[name].copy_(value)
@@ -172,14 +164,14 @@ def _warn_of_frozen(plan: Plan, frozen: Collection[str], rank: int) -> None:
     changes = [f"the optimizer state of {listed(anew)} begins anew, because it was not saved"] if anew else []
     changes += [f"that of {listed(left)} is not loaded, because these are frozen now"] if left else []
     if changes and rank == 0:
-        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}", stacklevel=7)
+        warnings.warn(f"load: other parameters were frozen in the job that saved: {'; '.join(changes)}", stacklevel=8)
 
 
 def read_into(state: TrainState[Tensor], groups: Iterable[Iterable[StoredSlice]], found: Source) -> None:
     """Reads parts of a state, group by group; parts of tensors in files one by one."""
     tensors = by_name(state)
     for parts in groups:
-        spans = [(part, span(tensors[part.tensor], part)) for part in parts]
+        spans = [(part, layout.span(tensors[part.tensor], part)) for part in parts]
         found.read((part, x) for part, x in spans if isinstance(x, Tensor))
         for part, x in spans:
             if not isinstance(x, Tensor):
@@ -200,7 +192,7 @@ class Source(Protocol):
 
 def _kept_own(step: TrainStep, hook_states: Mapping[str, str]) -> dict[str, Any]:
     """The specs of this rank's own tensors that can be continued."""
-    own, now = own_specs(step.plan, step.specs.rng), describe_hook_states(step.plan)
+    own, now = layout.own_specs(step.plan, step.specs.rng), layout.describe_hook_states(step.plan)
     forgotten = [name for name in now if hook_states.get(name) != now[name]]
     if hook_states and forgotten:
         warnings.warn(
@@ -224,4 +216,4 @@ def starts(dir: str | Path) -> dict[str, int]:
         A number per parameter, equal for parameters whose optimizer states count the same updates.
     """
     contents = files.read_contents(files.find(Path(dir)))
-    return stored_starts(contents["optimizer"], contents["numbers"])
+    return layout.stored_starts(contents["optimizer"], contents["numbers"])

@@ -11,13 +11,14 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 import torch
 from torch import Tensor
 
-from fzero.checkpoint.folders import CheckpointError, flush, write_whole
+from fzero.checkpoint.folders import CheckpointError, flushed, write_whole
 from fzero.checkpoint.layout import Stored
 from fzero.common.pickles import load_tensors
 from fzero.common.safe_files import create
@@ -50,7 +51,6 @@ class FilePlan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors."""
         return sum(nbytes_of(like) for like in self.tensors.values())
 
     def header(self, metadata: Mapping[str, str]) -> bytes:
@@ -68,15 +68,11 @@ class FilePlan:
     @property
     def starts(self) -> dict[str, int]:
         """The offset of each tensor after the header, those of wider elements first, so that each is aligned."""
-        starts, start = {}, 0
-        for name in sorted(self.tensors, key=lambda name: -itemsize(self.tensors[name].dtype)):
-            starts[name] = start
-            start += nbytes_of(self.tensors[name])
-        return starts
+        names = sorted(self.tensors, key=lambda name: -itemsize(self.tensors[name].dtype))
+        return dict(zip(names, accumulate((nbytes_of(self.tensors[name]) for name in names), initial=0)))
 
 
 def nbytes_of(like: Stored) -> int:
-    """The bytes of a tensor."""
     return torch.Size(like.shape).numel() * itemsize(like.dtype)
 
 
@@ -174,15 +170,15 @@ class Export:
         if kind is not None:
             return
         assert not self._places, f"{list(self._places)} were not written"
-        for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):  # from an earlier export
-            old.unlink(missing_ok=True)
-        for plan, _ in self._files:
-            self._beside(plan.name).rename(self.folder / plan.name)
-        if len(self._files) > 1:
-            weight_map = {name: plan.name for plan, _ in self._files for name in plan.tensors}
-            index = {"metadata": {"total_size": sum(p.nbytes for p, _ in self._files)}, "weight_map": weight_map}
-            write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
-        flush(self.folder)
+        with flushed(self.folder):
+            for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):  # from an earlier export
+                old.unlink(missing_ok=True)
+            for plan, _ in self._files:
+                self._beside(plan.name).rename(self.folder / plan.name)
+            if len(self._files) > 1:
+                weight_map = {name: plan.name for plan, _ in self._files for name in plan.tensors}
+                index = {"metadata": {"total_size": sum(p.nbytes for p, _ in self._files)}, "weight_map": weight_map}
+                write_whole(self.folder / INDEX, json.dumps(index, indent=2).encode())
 
     def _beside(self, name: str) -> Path:
         return self.folder / f".{name}.new"
@@ -192,11 +188,7 @@ class Export:
 
 
 class SafetensorsFile:
-    """Reads ranges of the tensors of one file.
-
-    Attributes:
-        stored: shape and dtype of each tensor, by name.
-    """
+    """Reads ranges of the tensors of one file; `stored` has the shape and dtype of each, by name."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -235,13 +227,10 @@ class TorchFile:
             tensors = load_tensors(path, mmap=True)
             for key in ("model", "state_dict", "module"):
                 tensors = tensors[key] if isinstance(tensors.get(key), Mapping) else tensors
-        except ValueError as error:
+        except (ValueError, AttributeError) as error:
+            found = f"and {error}" if isinstance(error, ValueError) else f"got {type(tensors).__name__}"
             raise CheckpointError(
-                f"load: {path} must be a state dict that torch.save wrote, and {error}; take another file"
-            ) from error
-        except AttributeError as error:
-            raise CheckpointError(
-                f"load: {path} must be a state dict that torch.save wrote, got {type(tensors).__name__}; take another file"
+                f"load: {path} must be a state dict that torch.save wrote, {found}; take another file"
             ) from error
         self._tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
         self.stored = {name: Stored(tuple(x.shape), dtype_name(x.dtype)) for name, x in self._tensors.items()}

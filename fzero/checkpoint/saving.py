@@ -2,10 +2,9 @@
 
     fzero.save(state, "checkpoints", step=step, client={"samples": 4096}, keep=3)
 
-Every rank writes a file with its own parts of the state, and nothing is gathered (`fzero.checkpoint.layout` says which parts,
-`fzero.checkpoint.dcp_format` writes the files). Rank 0 then adds the index, and makes the checkpoint visible in one rename
-(`fzero.checkpoint.folders`). Each rank reports its completion through a file, so that a save needs no collective while the
-next steps run: `start_save` copies this rank's parts and returns.
+Every rank writes a file with its own parts of the state (`fzero.checkpoint.layout`, `fzero.checkpoint.dcp_format`). Rank 0 then
+adds the index, and makes the checkpoint visible in one rename (`fzero.checkpoint.folders`). Each rank reports its completion
+through a file, so that a save needs no collective while the next steps run.
 """
 
 from __future__ import annotations
@@ -24,22 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from fzero.checkpoint import folders as files
+from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import (
-    Slice,
-    Stored,
-    StoredSlice,
-    describe_hook_states,
-    kinds_of,
-    nbytes_of,
-    numbers_by_name,
-    own_specs,
-    parts_to_save,
-    span,
-    stored_by,
-)
+from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
@@ -66,12 +53,7 @@ GRACE = 60.0
 
 
 def save(
-    state: TrainState[Tensor],
-    dir: str | Path,
-    *,
-    step: AnyStep,
-    client: Any = None,
-    keep: int | None = None,
+    state: TrainState[Tensor], dir: str | Path, *, step: AnyStep, client: Any = None, keep: int | None = None
 ) -> Path:
     """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and `latest` names it.
 
@@ -142,11 +124,7 @@ def start_save(
 
 
 class Saving:
-    """A checkpoint that is being written; made by `start_save`.
-
-    Attributes:
-        is_written: whether this rank has written its part, or failed to; the rest may take longer.
-    """
+    """A checkpoint that is being written; made by `start_save`."""
 
     def __init__(self, writer: _Writer, axis: Bound, fragments: list[Fragment]) -> None:
         self._writer, self._axis, self._fragments = writer, axis, fragments
@@ -159,6 +137,7 @@ class Saving:
 
     @property
     def is_written(self) -> bool:
+        """Whether this rank has written its part, or failed to; the rest may take longer."""
         return self._is_written.is_set()
 
     def wait(self) -> Path:
@@ -247,7 +226,6 @@ class _Writer(NamedTuple):
         return self.folder / f"part-{rank}.json"
 
     def write(self, fragments: Iterable[Fragment]) -> None:
-        """Writes this rank's part."""
         from fzero.checkpoint.dcp_format import write
 
         slices = write(self.folder, self.step.rank, fragments)
@@ -259,7 +237,12 @@ class _Writer(NamedTuple):
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
             part.unlink()
-        contents = _contents_of(self.step, self.numbers, self.rates)
+        plan, runtime, scaling = self.step.plan, self.step.runtime, self.step.runtime.rules.scaling
+        contents = Contents(
+            *layout.stored_by(plan, runtime.aliases), layout.numbers_by_name(plan, self.numbers), layout.kinds_of(plan),
+            layout.describe_hook_states(plan), runtime.stored_names, self.rates, asdict(scaling), plan.stage,
+            plan.mesh.axes, scaling.dynamic,
+        )  # fmt: skip
         published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
@@ -270,11 +253,8 @@ class Contents(NamedTuple):
     """The contents of a checkpoint besides its tensors.
 
     Attributes:
-        stored: shape and dtype by key, without the tensors of single ranks.
-        aliases: the other keys of stored tensors.
-        numbers: the 0-d tensors; those of the optimizer state per parameter.
-        optimizer: the kind of optimizer state of each parameter (`fzero.checkpoint.layout.kinds_of`).
-        hook_states: descriptions of the comm hooks' states.
+        stored, aliases: the tensors that ranks store together, by key; and their other keys (`layout.stored_by`).
+        numbers, optimizer, hook_states: see `numbers_by_name`, `kinds_of` and `describe_hook_states` of `layout`.
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
         rates, loss_scaling: the learning rate of each parameter's next update, and the rules of the loss scale; for other
             programs, since fzero's steps have their own.
@@ -292,14 +272,6 @@ class Contents(NamedTuple):
     stage: int
     mesh: Sequence[tuple[str, int]]
     scales_dynamically: bool
-
-
-def _contents_of(step: TrainStep, numbers: Mapping[str, float | int], rates: Mapping[str, float]) -> Contents:
-    plan, scaling = step.plan, step.runtime.rules.scaling
-    return Contents(
-        *stored_by(plan, step.runtime.aliases), numbers_by_name(plan, numbers), kinds_of(plan), describe_hook_states(plan),
-        step.runtime.stored_names, rates, asdict(scaling), plan.stage, plan.mesh.axes, scaling.dynamic,
-    )  # fmt: skip
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
@@ -347,12 +319,12 @@ def _started(
             raise ValueError(
                 f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass the number of checkpoints to keep"
             )
-        return list(parts_to_save(step.plan, axis.rank, own_specs(step.plan, step.specs.rng)))
+        return list(layout.parts_to_save(step.plan, axis.rank, layout.own_specs(step.plan, step.specs.rng)))
 
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
     parts = together(axis, prepare)
-    nbytes = dict(enumerate(collectives.exchange(nbytes_of(parts), axis, label=Label("save"))))
+    nbytes = dict(enumerate(collectives.exchange(layout.nbytes_of(parts), axis, label=Label("save"))))
     content = of_rank_0(axis, lambda: content_of(client))
 
     def begin() -> str:
@@ -361,7 +333,7 @@ def _started(
 
     tensors = by_name(state)
     # The writer reads tensors in files one range after the other.
-    fragments: list[Fragment] = [(part, span(tensors[part.tensor], part)) for part in parts]
+    fragments: list[Fragment] = [(part, layout.span(tensors[part.tensor], part)) for part in parts]
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
     folder = Path(of_rank_0(axis, begin))

@@ -10,13 +10,11 @@ Each rank reads the ranges that it holds; no rank ever holds the full model.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
@@ -37,7 +35,6 @@ from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles as Scratch
-from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import DcpReader
@@ -93,8 +90,7 @@ def save_16bit_model(
     runtime, names = step.runtime, step.runtime.stored_names
     runtime.check_state(state)
     meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
-    keys = {name: key for key, name in reversed(names.items())}
-    aliases = {key: keys[name] for key, name in names.items() if keys[name] != key}
+    keys, aliases = _first_keys(names)
     stored = {n: Stored(spec.shape, spec.dtype) for n, spec in step.plan.buffers.items()} | {
         name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
         for buffer in step.plan.flat_buffers
@@ -167,8 +163,7 @@ def export(
     folder = files.find(Path(dir))
     contents = files.read_contents(folder)
     found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
-    first = {name: key for key, name in reversed(names.items())}
-    aliases = {key: first[name] for key, name in names.items() if first[name] != key}
+    first, aliases = _first_keys(names)
     tensors = {}
     for name, key in first.items():
         like = found.stored[f"model.{name}"]
@@ -176,14 +171,13 @@ def export(
     with Export(Path(out), tensors, max_file_nbytes, aliases) as exported:
         for name, key in first.items():
             source = next(k for k in (f"master.{name}", f"model.{name}") if k in found.stored)
-            like = found.stored[source]
-            part = StoredSlice(source, like.shape, like.dtype, 0, math.prod(like.shape), "", 0)
-            flat = torch.empty(part.stop, dtype=torch_dtype(like.dtype))
-            found.read([(part, flat)])
-            exported.write(key, flat.view(like.shape))
+            exported.write(key, found.full(source))
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
+def _first_keys(names: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The first key of each tensor of a state dict, by its name; and the first one of each other key."""
+    first = {name: key for key, name in reversed(names.items())}
+    return first, {key: first[name] for key, name in names.items() if first[name] != key}
 
 
 def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
@@ -200,7 +194,9 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         if found is not None:
             keys[name] = found
     known = {prefix + name for prefix in prefixes for name in (*names, *aliases)}
-    unknown = [key for key in source.stored if key not in known and key.startswith(_prefix_of(source.stored))]
+    # Keys without the prefix of parameters are other values of the job.
+    prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
+    unknown = [key for key in source.stored if key not in known and key.startswith(prefix)]
     if unknown:
         raise ValueError(
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
@@ -216,13 +212,11 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     """The source of weights, and the possible prefixes of their names, best first."""
-    if path.is_file():
-        return _Ranges([path]), ("",)
     for index in (path / INDEX, path / TORCH_INDEX):
         if index.exists():
             return _Ranges(_files_of(index)), ("",)
-    for single in (path / "model.safetensors", path / "pytorch_model.bin"):
-        if single.exists():
+    for single in (path, path / "model.safetensors", path / "pytorch_model.bin"):
+        if single.is_file():
             return _Ranges([single]), ("",)
     if is_deepspeeds(path):
         return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
@@ -239,11 +233,6 @@ def _files_of(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"load: {index} must be an index of files, got {error!r}; take another folder") from error
     return [files.inside(index.parent, name, index) for name in names]
-
-
-def _prefix_of(stored: Mapping[str, Stored]) -> str:
-    """The prefix of parameter names; keys without it are other values of the job, and are ignored."""
-    return "model." if any(key.startswith("model.") for key in stored) else ""
 
 
 def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> DcpReader:

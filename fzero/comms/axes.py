@@ -1,11 +1,9 @@
 """Axes: an axis is a value that determines which ranks take part in a collective. It replaces a process group.
 
-- `ProcessAxis`: this process is one rank of a torch.distributed group, or one rank alone where there is no group.
-- `LockstepAxis`: this thread is one rank of several in this process, which run in turn (`fzero.comms.lockstep`).
-- `AbstractAxis`: a number of ranks without processes, for plans and schedules made before there is a job.
-
-A captured graph has a `fzero.comms.traced.TracedAxis`. If the ranks are a dimension of tensors, they have a
-`fzero.comms.stacked.StackedAxis`. On a mesh of several axes `fzero.comms.process_group.along` makes the axes of a rank.
+`ProcessAxis` is for real jobs, `LockstepAxis` for ranks that run in turn in one process (`fzero.comms.lockstep`), and
+`AbstractAxis` for plans and schedules made before there is a job. A captured graph has a `fzero.comms.traced.TracedAxis`. If the
+ranks are a dimension of tensors, they have a `fzero.comms.stacked.StackedAxis`. On a mesh of several axes
+`fzero.comms.process_group.along` makes the axes of a rank.
 """
 
 from __future__ import annotations
@@ -77,11 +75,8 @@ class LockstepAxis:
     """One of `size` ranks along the mesh axis `name` that run in turn in this process, on the CPU.
 
     Args:
-        name: the mesh axis.
-        size: number of ranks W.
-        rank: the rank of this thread.
         hub: carries the messages between the ranks.
-        observe, mesh: as for `ProcessAxis`.
+        name, size, rank, observe, mesh: as for `ProcessAxis`.
         ranks: the number by which the hub knows each rank; empty if that is the rank on this axis.
     """
 
@@ -103,11 +98,9 @@ class AbstractAxis:
     """One rank of `size` along the mesh axis `name`, without a process: for plans and schedules; no step can run on it.
 
     Args:
-        name: the mesh axis.
-        size: number of ranks W.
+        name, size, mesh: as for `ProcessAxis`; see `of`.
         rank: the rank that is planned for.
         backend: `"nccl"` captures the named collectives, `"gloo"` the collectives that replace them on gloo.
-        mesh: as for `ProcessAxis`; see `of`.
 
     >>> AbstractAxis("data", 1024).rank
     0

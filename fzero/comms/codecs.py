@@ -1,13 +1,7 @@
 """Codecs: flat tensors written in fewer bytes, with a bound on the error.
 
-A codec is a pair of pure functions: `encode` turns numbers into bytes, `decode` turns bytes into numbers. It works along the
-last dimension and keeps leading ones (ranks, rows). The number of bytes depends only on the number of elements. So every rank
-knows how many bytes arrive.
-
-    quantize(bits, block)   a signed integer for each element and a scale for each block (ZeRO++ §4.1, §4.3)
-    cast(dtype)             another floating dtype
-
-`bound` is the largest distance of `decode(encode(x))` from `x`, for each element.
+A codec is a pair of pure functions, `encode` and `decode`. It works along the last dimension and keeps leading ones (ranks,
+rows). The number of bytes depends only on the number of elements, so every rank knows how many bytes arrive.
 
 Shape letters: N elements, B bytes that are sent.
 """
@@ -80,7 +74,7 @@ def cast(dtype: str) -> Codec:
 
 
 def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
-    """Sends each element as a signed integer of `bits`, to be multiplied by its block's scale.
+    """Sends each element as a signed integer of `bits`, to be multiplied by its block's scale (ZeRO++ §4.1, §4.3).
 
     The scale is fp32: the largest magnitude in the block / (2^(bits-1) - 1). A block that is not finite (in fp32) is decoded as
     NaN, so that all ranks see an overflow; a finite block is decoded as finite numbers.
@@ -109,9 +103,6 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         """Bytes of the integers, without the scales."""
         return -(-numel * bits // 8)
 
-    def nbytes(numel: int) -> int:
-        return length(numel) + 4 * num_blocks(numel)
-
     def scales_of(x: Tensor) -> tuple[Tensor, Tensor]:
         """The numbers in blocks (…, blocks, block), and the scale of each block (…, blocks, 1)."""
         wide = torch.nn.functional.pad(x.float(), (0, num_blocks(x.shape[-1]) * block - x.shape[-1]))
@@ -121,9 +112,8 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
 
     def encode(x: Tensor) -> Tensor:
         blocks, scales = scales_of(x)
-        integers = (
-            torch.where(scales > 0, blocks / scales, 0.0).round().nan_to_num(0.0).clamp(-most, most).to(torch.int8)
-        )
+        rounded = torch.where(scales > 0, blocks / scales, 0.0).round().nan_to_num(0.0)
+        integers = rounded.clamp(-most, most).to(torch.int8)
         codes = _bits(rearrange(integers, "... blocks block -> ... (blocks block)"), torch.uint8)
         if bits == 4:
             low, high = codes[..., ::2], codes[..., 1::2]
@@ -149,4 +139,6 @@ def quantize(bits: Literal[4, 8] = 8, block: int = 256) -> Codec:
         bounds: Tensor = rearrange(largest, "... blocks block -> ... (blocks block)")
         return bounds[..., : x.shape[-1]]
 
-    return Codec(f"quantize({bits}, {block})", nbytes, encode, decode, bound)
+    return Codec(
+        f"quantize({bits}, {block})", lambda numel: length(numel) + 4 * num_blocks(numel), encode, decode, bound
+    )

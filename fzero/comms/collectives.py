@@ -1,8 +1,6 @@
 """Collectives along an axis.
 
-A collective takes an *axis* (`fzero.comms.axes`), a value that determines which ranks take part. It never takes a process group.
-Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis`, whose collectives are operators of a
-graph, the `Pending` has ended already.
+Those that can overlap compute are named `start_…` and return a `Pending`, which on a `GraphAxis` has ended already.
 
 On NCCL the backend's own collectives are fast. On gloo they are slow, except for an all-reduce of two ranks. There, an all-gather
 and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in rank order
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import Bound, CollectiveError, LockstepAxis, ProcessAxis
-from fzero.comms.failures import failed
+from fzero.comms.failures import explained
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.progress import HERE
 from fzero.comms.records import CommRecord, Label
@@ -56,7 +54,9 @@ class GraphAxis(Protocol):
     def stack(self, x: Tensor) -> Tensor: ...
 
 
-AnyAxis = TypeVar("AnyAxis", bound=Bound | GraphAxis)
+Axis = Bound | GraphAxis
+"""An axis to which this rank belongs, or an axis of a graph or of stacked ranks."""
+AnyAxis = TypeVar("AnyAxis", bound=Axis)
 
 
 def waited() -> dict[str, float]:
@@ -65,10 +65,7 @@ def waited() -> dict[str, float]:
 
 
 def next_step(axis: Bound) -> None:
-    """Starts to number collectives from 1 again; a step of a single rank is not counted.
-
-    If a rank does not come to a collective, the report compares the ranks by these numbers.
-    """
+    """Starts to number collectives from 1 again, by which a report compares ranks; a step of a single rank is not counted."""
     if isinstance(axis, ProcessAxis) and axis.size > 1:
         HERE.next_step()
 
@@ -77,12 +74,7 @@ def next_step(axis: Bound) -> None:
 
 
 def start_all_gather(
-    shard_S: Tensor,
-    full_P: Tensor | None,
-    axis: Bound | GraphAxis,
-    *,
-    after: Pending | None = None,
-    label: Label = GATHER,
+    shard_S: Tensor, full_P: Tensor | None, axis: Axis, *, after: Pending | None = None, label: Label = GATHER
 ) -> Pending:
     """Starts to write the shards of all ranks into `full_P`, in rank order. `shard_S` may be a slice of `full_P`.
 
@@ -102,10 +94,8 @@ def start_all_gather(
         is_there = shard_S.data_ptr() == full_P.data_ptr()
         return _without_sending(label, full_P, after, None if is_there else shard_S)
     _report(axis, "all_gather", label, shard_S.numel() * (axis.size - 1), shard_S)
-    if full_P.numel() == 0:
-        return _without_sending(label, full_P, after)
-    if isinstance(axis, ProcessAxis) and full_P.is_cuda:
-        return Pending(label, _start(label, _all_gather, full_P, shard_S, axis=axis, after=after), None, full_P)
+    if pending := _in_one_call(_all_gather, full_P, shard_S, axis, after, label):
+        return pending
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     if full_WS[axis.rank].data_ptr() != shard_S.data_ptr():
         full_WS[axis.rank].copy_(shard_S)
@@ -114,12 +104,7 @@ def start_all_gather(
 
 
 def start_reduce_scatter(
-    full_P: Tensor,
-    axis: Bound | GraphAxis,
-    *,
-    out_S: Tensor | None = None,
-    after: Pending | None = None,
-    label: Label = REDUCE,
+    full_P: Tensor, axis: Axis, *, out_S: Tensor | None = None, after: Pending | None = None, label: Label = REDUCE
 ) -> Pending:
     """Starts to sum `full_P` over the ranks, in rank order; the result is this rank's shard (S) of the sum.
 
@@ -138,10 +123,8 @@ def start_reduce_scatter(
     shard_numel = full_P.numel() // axis.size
     sum_S = full_P.new_empty(shard_numel) if out_S is None else out_S
     _report(axis, "reduce_scatter", label, shard_numel * (axis.size - 1), full_P)
-    if full_P.numel() == 0:
-        return _without_sending(label, sum_S, after)
-    if isinstance(axis, ProcessAxis) and full_P.is_cuda:
-        return Pending(label, _start(label, _reduce_scatter, sum_S, full_P, axis=axis, after=after), None, sum_S)
+    if pending := _in_one_call(_reduce_scatter, sum_S, full_P, axis, after, label):
+        return pending
     full_WS = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     # The first shard that arrives is written into the memory of the result, unless this memory is a summand.
@@ -161,9 +144,7 @@ def start_reduce_scatter(
     return Pending(label, works, finish, sum_S)
 
 
-def start_all_to_all(
-    rows_WN: Tensor, axis: Bound | GraphAxis, *, after: Pending | None = None, label: Label = REDUCE
-) -> Pending:
+def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
     """Starts to send row r to rank r, for every r; the result (W, N) holds the rows that arrive, in rank order.
 
     *Collective:* every rank of `axis`; each sends `(W-1) · N` elements.
@@ -178,11 +159,8 @@ def start_all_to_all(
         return _without_sending(label, rows_WN, after)
     _report(axis, "all_to_all", label, rows_WN[0].numel() * (axis.size - 1), rows_WN)
     arrived_WN = torch.empty_like(rows_WN)
-    if rows_WN.numel() == 0:
-        return _without_sending(label, arrived_WN, after)
-    if isinstance(axis, ProcessAxis) and rows_WN.is_cuda:
-        started = _start(label, dist.all_to_all_single, arrived_WN, rows_WN, axis=axis, after=after)
-        return Pending(label, started, None, arrived_WN)
+    if pending := _in_one_call(dist.all_to_all_single, arrived_WN, rows_WN, axis, after, label):
+        return pending
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     received, sent = ({rank: x[rank] for rank in others} for x in (arrived_WN, rows_WN))
     works = _swap(received, sent, axis, after)
@@ -194,15 +172,10 @@ def start_all_to_all(
     return Pending(label, works, finish, arrived_WN)
 
 
-def start_all_reduce(
-    full_P: Tensor, axis: Bound | GraphAxis, *, after: Pending | None = None, label: Label = REDUCE
-) -> Pending:
-    """Starts to sum `full_P` over the ranks, in rank order and in place.
+def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None, label: Label = REDUCE) -> Pending:
+    """Starts to sum `full_P` over the ranks, in rank order and in place. `after` as for `start_reduce_scatter`.
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
-
-    Args:
-        after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_reduce, full_P, label)
@@ -229,7 +202,7 @@ def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
     return replace(axis, observe=None)
 
 
-def start_stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Pending:
+def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
     if not isinstance(axis, Bound):
         return _in_graph(axis.stack, x, label)
@@ -241,10 +214,8 @@ def start_stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> 
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
         return Pending(label, _post(received, dict.fromkeys(received, x), axis), None, rows)
-    try:
+    with explained(label):
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
-    except RuntimeError as error:
-        raise failed(label, error) from error
     return Pending(label, works, None, rows)
 
 
@@ -272,20 +243,27 @@ def _without_sending(label: Label, out: Tensor, after: Pending | None, source: T
     return Pending(label, () if after is None else after.works, last, out)
 
 
+def _in_one_call(
+    collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Bound, after: Pending | None, label: Label
+) -> Pending | None:
+    """The backend's own collective on CUDA, or one of empty tensors; None where sends and receives are faster."""
+    if x.numel() == 0:
+        return _without_sending(label, out, after)
+    if isinstance(axis, ProcessAxis) and x.is_cuda:
+        return Pending(label, _start(label, collective, out, x, axis=axis, after=after), None, out)
+    return None
+
+
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
     """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`."""
 
     def start() -> list[dist.Work]:
-        try:
+        with explained(label):
             if after is not None:
                 after.wait()
             return [collective(*tensors, group=axis.group, async_op=True)]
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise failed(label, error) from error
 
     if after is None:
         return start()
@@ -299,17 +277,15 @@ def _swap(
 ) -> Future[list[dist.Work]] | Letters:
     """Starts to receive one tensor from each rank in `received`, and to send one to each rank in `sent`.
 
-    Tensors between two ranks arrive in the order in which they were sent. A separate thread starts the sends, because gloo begins
-    to copy immediately and would delay the compute.
+    A separate thread starts the sends, because gloo begins to copy immediately and would delay the compute.
     """
     if isinstance(axis, LockstepAxis):
         if after is not None:
             after.wait()
         return _post(received, sent, axis)
     group = axis.group or dist.group.WORLD  # read now: at a late start the default group may be another one
-    transfers: list[tuple[Callable[..., Any], int, Tensor]]
-    transfers = [(dist.irecv, rank, x) for rank, x in received.items()]
-    transfers += [(dist.isend, rank, x) for rank, x in sent.items()]
+    pairs: Any = ((dist.irecv, received), (dist.isend, sent))
+    transfers = [(transfer, rank, x) for transfer, tensors in pairs for rank, x in tensors.items()]
 
     def start() -> list[dist.Work]:
         if after is not None:
@@ -345,7 +321,7 @@ def _report(axis: Bound, collective: str, label: Label, num_elements: int, tenso
 # --- collectives that return their result ---------------------------------------------------------------------------
 
 
-def stack(x: Tensor, axis: Bound | GraphAxis, *, label: Label = OTHER) -> Tensor:
+def stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Tensor:
     """The small tensors of all ranks, stacked along a new first dimension. *Collective:* sends (W-1) · numel."""
     return start_stack(x, axis, label=label).wait()
 
@@ -356,13 +332,10 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
         _report(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
         if isinstance(axis, LockstepAxis):
             others = [rank for rank in range(axis.size) if rank != source]
-            is_source = axis.rank == source
-            works = _post({} if is_source else {source: x}, dict.fromkeys(others, x) if is_source else {}, axis)
+            works = _post({}, dict.fromkeys(others, x), axis) if axis.rank == source else _post({source: x}, {}, axis)
             return Pending(label, works, None, x).wait()
-        try:
+        with explained(label):
             dist.broadcast(x, axis.global_rank(source), group=axis.group)
-        except RuntimeError as error:
-            raise failed(label, error) from error
     return x
 
 
@@ -391,8 +364,7 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
 def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
     """Every rank's number, in rank order, outside the order of collectives; None unless all ranks call this within `seconds`.
 
-    This is for a rank that does not know whether the others are at the same place. It sends no tensors, but writes to the job's
-    store and reads from it.
+    For a rank that does not know whether the others are at the same place. The numbers go through the job's store.
     """
     if axis.size == 1:
         return [value]
@@ -438,10 +410,8 @@ def swap(
     ]
     if not transfers:
         return
-    try:
+    with explained(label):
         works = dist.batch_isend_irecv(transfers)
-    except RuntimeError as error:
-        raise failed(label, error) from error
     pending = Pending(label, works, None, transfers[0].tensor)
     try:
         pending.end()

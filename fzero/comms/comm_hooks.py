@@ -1,14 +1,8 @@
 """Comm hooks: how a gather or a reduce-scatter sends its numbers, as values that compose.
 
-A comm hook is a pair of pure functions over the ranks of an axis. Each takes a state and returns the new one:
-
-    exact()                            sends the numbers unchanged
-    compressed(codec)                  sends them encoded: fewer bytes, and an error within the codec's bound
-    error_feedback(compressed(codec))  the same, and adds the error of one round to the numbers of the next round
-    reset_every(hook, every=n)         the same as `hook`, with a new state every n rounds
-
-The last three are in `fzero.comms.compression`. Both functions *start* to send and return at once, so that
-compute overlaps communication.
+A comm hook is a pair of pure functions over the ranks of an axis. Each takes a state and returns the new one. They *start* to
+send and return at once, so that compute overlaps communication. `exact()` sends the numbers unchanged; the hooks that send fewer
+bytes are in `fzero.comms.compression`.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks, N elements, B bytes.
 """
@@ -21,14 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
-from fzero.comms.collectives import GATHER, OTHER, REDUCE, GraphAxis
+from fzero.comms.collectives import OTHER, Axis
 from fzero.comms.pending import Pending, ended
-from fzero.comms.records import Label
 
 State = Any
-Axis = Bound | GraphAxis
-"""An axis to which this rank belongs, or an axis of a graph or of stacked ranks."""
 
 
 class Sending(NamedTuple):
@@ -80,35 +70,24 @@ class CommHook(NamedTuple):
         return self.start_reduce_scatter(full, axis, state).wait()
 
 
-def exact() -> CommHook:
-    """Sends numbers unchanged, like a step without comm hooks. *Collective:* each function sends `(W-1)/W · P` elements."""
-    return _EXACT
+def _start_gather(shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
+    return Sending(collectives.start_all_gather(shard.contiguous(), full_P, axis, **how), lambda: state)
 
 
-def _start_exact_gather(
-    shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
-) -> Sending:
-    return Sending(collectives.start_all_gather(shard.contiguous(), full_P, axis, label=label), lambda: state)
-
-
-def _start_exact_reduce_scatter(
-    full: Tensor,
-    axis: Axis,
-    state: State,
-    *,
-    out_S: Tensor | None = None,
-    after: Pending | None = None,
-    label: Label = REDUCE,
-) -> Sending:
-    pending = collectives.start_reduce_scatter(full.contiguous(), axis, out_S=out_S, after=after, label=label)
-    return Sending(pending, lambda: state)
+def _start_reduce_scatter(full: Tensor, axis: Axis, state: State, **how: Any) -> Sending:
+    return Sending(collectives.start_reduce_scatter(full.contiguous(), axis, **how), lambda: state)
 
 
 _EXACT = CommHook(
     "exact",
     lambda numel, itemsize: numel * itemsize,
     lambda like: None,
-    _start_exact_gather,
-    _start_exact_reduce_scatter,
+    _start_gather,
+    _start_reduce_scatter,
     lambda x: x,
 )
+
+
+def exact() -> CommHook:
+    """Sends numbers unchanged, like a step without comm hooks. *Collective:* each function sends `(W-1)/W · P` elements."""
+    return _EXACT

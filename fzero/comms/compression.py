@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import optree
@@ -22,10 +23,9 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.codecs import Codec
-from fzero.comms.collectives import GATHER, REDUCE
-from fzero.comms.comm_hooks import Axis, CommHook, Sending, State
+from fzero.comms.collectives import Axis
+from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label
 from fzero.comms.traced import in_order
 
 
@@ -37,14 +37,10 @@ def compressed(codec: Codec) -> CommHook:
     def lossy(x: Tensor) -> Tensor:
         return codec.decode(codec.encode(x), x.shape[-1], x.dtype)
 
-    def start_gather(
-        shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, label: Label = GATHER
-    ) -> Sending:
-        numel = shard.numel()
-        codes, nbytes = codec.encode(shard), codec.nbytes(numel)
-        pending = _start_coded(
-            lambda axis: collectives.start_all_gather(codes, None, axis, label=label), axis, numel, nbytes
-        )
+    def start_gather(shard: Tensor, axis: Axis, state: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
+        numel, codes = shard.numel(), codec.encode(shard)
+        start = partial(collectives.start_all_gather, codes, None, **how)
+        pending = _start_coded(start, axis, numel, codec.nbytes(numel))
 
         def decode(codes: Tensor) -> Tensor:
             decoded = codec.decode(_rows(codes, axis), numel, shard.dtype).flatten()
@@ -53,23 +49,14 @@ def compressed(codec: Codec) -> CommHook:
         return Sending(pending.then(decode, full_P), lambda: state)
 
     def start_reduce_scatter(
-        full: Tensor,
-        axis: Axis,
-        state: State,
-        *,
-        out_S: Tensor | None = None,
-        after: Pending | None = None,
-        label: Label = REDUCE,
+        full: Tensor, axis: Axis, state: State, *, out_S: Tensor | None = None, after: Pending | None = None, **how: Any
     ) -> Sending:
         numel = full.numel() // axis.size
         nbytes = codec.nbytes(numel)
-        rows, after = _make_after(
-            lambda: codec.encode(_rows(full, axis)), (axis.size, nbytes), torch.uint8, full, after
-        )
-        rows = rows.contiguous()
-        pending = _start_coded(
-            lambda axis: collectives.start_all_to_all(rows, axis, after=after, label=label), axis, numel, nbytes
-        )
+        shape = (axis.size, nbytes)
+        rows, after = _make_after(lambda: codec.encode(_rows(full, axis)), shape, torch.uint8, full, after)
+        start = partial(collectives.start_all_to_all, rows.contiguous(), after=after, **how)
+        pending = _start_coded(start, axis, numel, nbytes)
 
         def add_up(codes: Tensor) -> Tensor:
             wide = torch.promote_types(full.dtype, torch.float32)
@@ -78,9 +65,10 @@ def compressed(codec: Codec) -> CommHook:
 
         return Sending(pending.then(add_up, out_S), lambda: state)
 
-    return CommHook(
-        codec.name, lambda numel, _: codec.nbytes(numel), lambda like: None, start_gather, start_reduce_scatter, lossy
-    )
+    def nbytes_of(numel: int, itemsize: int) -> int:
+        return codec.nbytes(numel)
+
+    return CommHook(codec.name, nbytes_of, lambda like: None, start_gather, start_reduce_scatter, lossy)
 
 
 def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
@@ -103,21 +91,13 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
         error = decay * error + (1 - decay) * lost
         return sent, torch.where(error.isfinite(), error, 0.0)
 
-    def start_gather(
-        shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, label: Label = GATHER
-    ) -> Sending:
+    def start_gather(shard: Tensor, axis: Axis, error: State, *, full_P: Tensor | None = None, **how: Any) -> Sending:
         sent, error = corrected(shard, error, lambda x: x)
-        pending = hook.start_gather(sent, axis, None, label=label).pending
+        pending = hook.start_gather(sent, axis, None, **how).pending
         return Sending(pending.then(_copy_into(full_P, shard.dtype), full_P), lambda: error)
 
     def start_reduce_scatter(
-        full: Tensor,
-        axis: Axis,
-        error: State,
-        *,
-        out_S: Tensor | None = None,
-        after: Pending | None = None,
-        label: Label = REDUCE,
+        full: Tensor, axis: Axis, error: State, *, out_S: Tensor | None = None, after: Pending | None = None, **how: Any
     ) -> Sending:
         errors: list[Tensor] = []
 
@@ -127,15 +107,14 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
             return sent
 
         sent, after = _make_after(make, full.shape, error.dtype, full, after)
-        pending = hook.start_reduce_scatter(sent, axis, None, after=after, label=label).pending
+        pending = hook.start_reduce_scatter(sent, axis, None, after=after, **how).pending
         return Sending(pending.then(_copy_into(out_S, full.dtype), out_S), lambda: errors[0])
 
     def init(like: Tensor) -> Tensor:
         return torch.zeros_like(like, dtype=torch.promote_types(like.dtype, torch.float32))
 
-    return CommHook(
-        f"error_feedback({hook.name}, {decay})", hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy
-    )
+    name = f"error_feedback({hook.name}, {decay})"
+    return CommHook(name, hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy)
 
 
 def _check_hook(field: str, hook: CommHook) -> None:
@@ -183,9 +162,6 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
 
     name = f"reset_every({hook.name}, {every})"
     return CommHook(name, hook.nbytes, init, start_gather, start_reduce_scatter, hook.lossy)
-
-
-# --- parts of comm hooks -----------------------------------------------------------------------------------------
 
 
 def _make_after(

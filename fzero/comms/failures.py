@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import atexit
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,8 +36,6 @@ _PROBES: list[Any] = []
 
 
 class _Watch(NamedTuple):
-    """The watchdog of a default group, and the place where its ranks meet."""
-
     group: ref[dist.ProcessGroup]
     watchdog: Watchdog
     meeting: Meeting
@@ -74,10 +72,7 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta:
 
 
 def failed(label: Label | str, error: Exception) -> CollectiveError:
-    """The error to raise in place of the one that torch.distributed raised.
-
-    It first asks all ranks where they are, so that the error can name the missing ranks.
-    """
+    """The error to raise in place of the one of torch.distributed; asks all ranks where they are, to name the missing ones."""
     HERE.waits.setdefault(get_ident(), label)  # a captured step did not set it
     cause = f"torch.distributed said: {error}"
     with suppress(RuntimeError):  # from a store that ended with its rank
@@ -91,6 +86,17 @@ def failed(label: Label | str, error: Exception) -> CollectiveError:
         f"{label}: the collective failed; most often another rank died, left the job or did not arrive in time, so look "
         f"for the first error among the logs of all ranks. {cause}{report}"
     )
+
+
+@contextmanager
+def explained(label: Label | str) -> Iterator[None]:
+    """Inside, an error of torch.distributed becomes one that says where all ranks are."""
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise failed(label, error) from error
 
 
 def keep_watch() -> None:
@@ -111,11 +117,9 @@ def keep_watch() -> None:
     limit = timeout_of_group(group).total_seconds()
     # NCCL ends the process at its own timeout, which starts a little before the host stops.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
-    is_stuck = _is_device_stuck if on_cuda else None
-    rank, notified = dist.get_rank(), Notified(store, dist.get_rank())
-    watchdog = Watchdog(
-        store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=notified.answer
-    )
+    is_stuck = (lambda: not torch.cuda.default_stream().query()) if on_cuda else None
+    rank, answer = dist.get_rank(), Notified(store, dist.get_rank()).answer
+    watchdog = Watchdog(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=answer)
     _WATCHES.append(_Watch(ref(group), watchdog, Meeting(store, rank, _is_gone)))
 
 
@@ -165,7 +169,3 @@ def _is_gone(rank: int) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _is_device_stuck() -> bool:
-    return not torch.cuda.default_stream().query()

@@ -1,9 +1,8 @@
 """The ranks of a job in one process, in lockstep. The results have the same bits as with one process per rank.
 
 Each rank is a thread, and one thread runs at a time. When it needs a message that has not been sent yet, the next rank that can
-continue runs. So every rank runs the code of a job, and only the transport of messages differs. Each rank has its own
-random numbers: the state of torch's generator on the CPU is saved when a rank stops, and restored when it continues. Kernels
-use as many threads as in the calling thread, because that number decides how their sums are split.
+continue runs. Each rank has its own random numbers: the state of torch's generator on the CPU is saved when a rank stops, and
+restored when it continues. Kernels use as many threads as in the calling thread, because that decides how their sums are split.
 """
 
 from __future__ import annotations
@@ -60,10 +59,18 @@ class Hub:
         errors: list[tuple[int, BaseException]] = []
         # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
         num_threads = torch.get_num_threads()
-        threads = [
-            threading.Thread(target=self._run_rank, args=(rank, function, results, errors, num_threads), daemon=True)
-            for rank in range(self.size)
-        ]
+
+        def run(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                torch.set_num_threads(num_threads)
+                results[rank] = function(rank)
+            except BaseException as error:
+                errors.append((rank, error))
+            self._runs[rank] = False
+            self._pass_on(rank)
+
+        threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)]
         process_rng = torch.get_rng_state()
         for thread in threads:
             thread.start()
@@ -75,7 +82,7 @@ class Hub:
             self._is_stuck = True  # after an interrupt, ends the ranks that still wait
             torch.set_rng_state(process_rng)
         if errors:
-            rank, error = min(errors, key=lambda found: isinstance(_origin(found[1]), StuckError))
+            rank, error = min(errors, key=lambda found: isinstance(found[1].__cause__ or found[1], StuckError))
             error.add_note(f"fzero: raised on rank {rank} of {self.size}, which run in lockstep")
             raise error
         return results
@@ -92,11 +99,7 @@ class Hub:
         return source, target, number
 
     def receive(self, message: tuple[int, int, int]) -> Any:
-        """The value of a message that `expect` named. Other ranks run until it arrives.
-
-        Raises:
-            StuckError: it will not arrive.
-        """
+        """The value of a message that `expect` named. Other ranks run until it arrives; a StuckError if it will not."""
         while message not in self._mail:
             self._wait(message)
             if self._is_stuck and message not in self._mail:
@@ -139,24 +142,3 @@ class Hub:
         self._is_stuck |= not ready
         for other in (ready or running)[:1]:
             self._turns[other].release()
-
-    def _run_rank(
-        self,
-        rank: int,
-        function: Callable[[int], T],
-        results: list[Any],
-        errors: list[tuple[int, BaseException]],
-        num_threads: int,
-    ) -> None:
-        self._turns[rank].acquire()
-        try:
-            torch.set_num_threads(num_threads)
-            results[rank] = function(rank)
-        except BaseException as error:
-            errors.append((rank, error))
-        self._runs[rank] = False
-        self._pass_on(rank)
-
-
-def _origin(error: BaseException) -> BaseException:
-    return error.__cause__ or error

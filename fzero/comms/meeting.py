@@ -1,7 +1,7 @@
 """Meetings of ranks before a call that every rank must make. A rank that makes the call alone gets an error instead of a crash.
 
-For example, if one rank alone saved, it would send its tensors to ranks that are in a step. These would receive them as tensors
-of the step, and gloo aborts a process in C++ if sizes differ. So the ranks meet first, at the job's store:
+If one rank alone saved, say, ranks in a step would receive its tensors as those of the step, and gloo aborts a process in C++ if
+sizes differ. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
 2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs (`fzero.comms.watchdog`) answer
@@ -31,13 +31,7 @@ BARRIER = "torch.distributed.barrier"
 
 
 class Meeting:
-    """The place where the ranks of a job meet.
-
-    Args:
-        store: the store of the job.
-        rank: the rank of this process in the job.
-        is_gone: whether a rank has left the job.
-    """
+    """The place where the ranks of a job meet. `is_gone` says whether a rank has left the job."""
 
     def __init__(self, store: Store, rank: int, is_gone: Callable[[int], bool]) -> None:
         self.store, self.rank, self.is_gone = store, rank, is_gone
@@ -48,9 +42,8 @@ class Meeting:
         """Returns when all ranks have come to this call. *Collective:* sends nothing to ranks, some numbers to the store.
 
         Args:
-            call: the name of the call.
             group, ranks: the ranks that take part, by the name of their group and by their ranks in the job.
-            timeout: seconds after which it gives up.
+            timeout: in seconds.
 
         Raises:
             LoneCallError: the others will not come. This rank may continue as if it had not called.

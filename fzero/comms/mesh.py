@@ -5,8 +5,7 @@ starts with the major axis: the traffic along minor axes is divided by the size 
 them is a single collective.
 
 A collective gets the tensor that will hold the result of the previous collective (`Pending.out`), and waits for that collective
-(`after`). So the same code works on axes of processes and of ranks in lockstep (where `out` is memory of the caller), and on axes
-of a graph and of stacked ranks (where `out` is a value, and no memory is chosen).
+(`after`). So the same code works on axes of a graph and of stacked ranks, where `out` is a value and no memory is chosen.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from fzero.comms import collectives
 from fzero.comms.axes import DATA, WORLD, AbstractAxis, Bound, ProcessAxis, observed
-from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, GraphAxis
+from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, Axis
 from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
@@ -36,8 +35,10 @@ if TYPE_CHECKING:
     from fzero.comms.traced import TracedAxis
 
 T = TypeVar("T")
+Hooks = Mapping[str, CommHook]
 States = Mapping[str, State]
-"""The states of the comm hooks of one flat buffer, by axis."""
+"""The comm hooks of one flat buffer, and their states, by axis."""
+_NONE: Mapping[str, Any] = {}
 
 
 class Division(Protocol):
@@ -88,7 +89,7 @@ class AxisMesh(Generic[AnyAxis]):
         full: Tensor | None,
         axes: Sequence[AnyAxis],
         *,
-        hooks: Mapping[str, CommHook] = {},
+        hooks: Hooks = _NONE,
         label: Label = GATHER,
     ) -> Pending:
         """Starts to write the shards of all ranks along `axes` into `full`. `shard_S` may be a slice of it.
@@ -110,9 +111,8 @@ class AxisMesh(Generic[AnyAxis]):
             x, target = _out(pending, shard_S), targets.pop()
             if _is_hooked(axis, x, hooks):  # a comm hook does not wait for another collective
                 x = x if pending is None else pending.wait()
-                pending = _into(
-                    target, hooks[axis.name].start_gather(x, axis, None, full_P=target, label=label).pending
-                )
+                sending = hooks[axis.name].start_gather(x, axis, None, full_P=target, label=label)
+                pending = _into(target, sending.pending)
             else:
                 pending = collectives.start_all_gather(x, target, axis, after=pending, label=label)
         return pending or ended(shard_S, label)
@@ -124,8 +124,8 @@ class AxisMesh(Generic[AnyAxis]):
         out_S: Tensor | None = None,
         sum_replicas: Literal["now", "later"] = "now",
         held_S: Tensor | None = None,
-        hooks: Mapping[str, CommHook] = {},
-        states: Mapping[str, State] = {},
+        hooks: Hooks = _NONE,
+        states: States = _NONE,
         label: Label = REDUCE,
     ) -> Sending:
         """Starts to sum `full_P` over all ranks: along `axes` in order, each in rank order, and then along the replicate axes.
@@ -154,34 +154,22 @@ class AxisMesh(Generic[AnyAxis]):
         return Sending(pending, through.now)
 
     def start_sum_replicas(
-        self,
-        shard_S: Tensor,
-        *,
-        hooks: Mapping[str, CommHook] = {},
-        states: Mapping[str, State] = {},
-        label: Label = REDUCE,
+        self, shard_S: Tensor, *, hooks: Hooks = _NONE, states: States = _NONE, label: Label = REDUCE
     ) -> Sending:
         """Starts to sum shards along the replicate axes, in place. *Collective:* every rank of these."""
         through = _Through(hooks, states, {})
         return Sending(through.start_sum(shard_S, self.replicate_axes, None, label), through.now)
 
     def start_all_reduce(
-        self,
-        full_P: Tensor,
-        *,
-        hooks: Mapping[str, CommHook] = {},
-        states: Mapping[str, State] = {},
-        label: Label = REDUCE,
+        self, full_P: Tensor, *, hooks: Hooks = _NONE, states: States = _NONE, label: Label = REDUCE
     ) -> Sending:
         """Starts to sum `full_P` over all ranks, in place and in the same order. *Collective:* every rank."""
         through = _Through(hooks, states, {})
         return Sending(through.start_sum(full_P, (*self.axes, *self.replicate_axes), None, label), through.now)
 
-    def all_gather(
-        self, shard: Tensor, axes: Sequence[AnyAxis], *, hooks: Mapping[str, CommHook] = {}, label: Label = GATHER
-    ) -> Tensor:
+    def all_gather(self, shard: Tensor, axes: Sequence[AnyAxis], *, label: Label = GATHER) -> Tensor:
         """The shards of all ranks along `axes`, in order. *Collective:* every rank of `axes`."""
-        return self.start_all_gather(shard, None, axes, hooks=hooks, label=label).wait()
+        return self.start_all_gather(shard, None, axes, label=label).wait()
 
     def stack(self, x: Tensor, *, label: Label = OTHER) -> Tensor:
         """Stacks the small tensors of all shards along a new first dimension. *Collective:* every rank of `axes`."""
@@ -209,9 +197,8 @@ class RankMesh(AxisMesh[Bound]):
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same ranks, whose collectives are also reported to `observe`."""
-        axes, replicate_axes = (
-            tuple(observed(axis, observe) for axis in own) for own in (self.axes, self.replicate_axes)
-        )
+        both = (self.axes, self.replicate_axes)
+        axes, replicate_axes = (tuple(observed(axis, observe) for axis in own) for own in both)
         return replace(self, world=observed(self.world, observe), axes=axes, replicate_axes=replicate_axes)
 
 
@@ -220,9 +207,8 @@ def _axes(world: AnyRank, plan: Division) -> tuple[AnyRank, tuple[AnyRank, ...],
     if not is_several(plan.mesh):
         world = replace(world, name=plan.axes[0])
         return world, (world,), ()
-    axes, replicate_axes = (
-        tuple(along(world, plan.mesh, name) for name in names) for names in (plan.axes, plan.replicate_axes)
-    )
+    both = (plan.axes, plan.replicate_axes)
+    axes, replicate_axes = (tuple(along(world, plan.mesh, name) for name in names) for names in both)
     return replace(world, name=WORLD), axes, replicate_axes
 
 
@@ -231,33 +217,30 @@ def _axes(world: AnyRank, plan: Division) -> tuple[AnyRank, tuple[AnyRank, ...],
 
 @dataclass(frozen=True, slots=True)
 class OneRank:
-    """In a graph of one rank, the rank that holds shard number `shard`; `fzero.comms.stacked.Stacked` is for all ranks."""
+    """In a graph of one rank, the rank that holds shard number `shard`.
+
+    `fzero.comms.stacked.Stacked` is for all ranks, and documents the methods.
+    """
 
     shard: int
 
     def each(self, function: Callable[..., T]) -> Callable[..., T]:
-        """`function` on this rank."""
         return function
 
     def drawing(self) -> AbstractContextManager[Any]:
-        """A context for code that draws random numbers."""
         return nullcontext()
 
     def in_turn(self, function: Callable[..., None], *args: Any) -> None:
-        """Runs `function`, which writes into its arguments, on this rank."""
         function(*args)
 
     def own(self, flat: Tensor, numel: int) -> Tensor:
-        """This rank's shard of `numel` elements: a view of a flat tensor that holds several shards in order."""
         start = self.shard % (flat.numel() // numel) * numel
         return flat[start : start + numel]
 
     def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
-        """Writes this rank's shard into a flat tensor like that of `own`."""
         self.own(flat, shard_S.numel()).copy_(shard_S)
 
     def place(self, numel: int) -> int:
-        """The start of this rank's shard, if shards have `numel` elements."""
         return self.shard * numel
 
 
@@ -286,7 +269,7 @@ def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
 class _Through(NamedTuple):
     """One reduction that uses the comm hooks of some axes."""
 
-    hooks: Mapping[str, CommHook]
+    hooks: Hooks
     before: States
     after: dict[str, Callable[[], State]]
     """Functions that return the new states, by axis."""
@@ -296,9 +279,8 @@ class _Through(NamedTuple):
         return {**self.before, **{axis: state() for axis, state in self.after.items()}}
 
     def start_reduce_scatter(
-        self, full: Tensor, axis: Bound | GraphAxis, out: Tensor | None, after: Pending | None, label: Label
+        self, full: Tensor, axis: Axis, out: Tensor | None, after: Pending | None, label: Label
     ) -> Pending:
-        """Starts a reduce-scatter along one axis."""
         if not _is_hooked(axis, full, self.hooks):
             return collectives.start_reduce_scatter(full, axis, out_S=out, after=after, label=label)
         hook, state = self.hooks[axis.name], self.before.get(axis.name)
@@ -307,9 +289,7 @@ class _Through(NamedTuple):
             self.after[axis.name] = sending.state
         return _into(out, sending.pending)
 
-    def start_sum(
-        self, full: Tensor, axes: Sequence[Bound | GraphAxis], after: Pending | None, label: Label
-    ) -> Pending:
+    def start_sum(self, full: Tensor, axes: Sequence[Axis], after: Pending | None, label: Label) -> Pending:
         """Starts to sum along one axis after the other, in place. The sums are gathered without comm hooks.
 
         The other axes are summed between the two halves of the all-reduce along the first axis, because tensors are small there.
@@ -328,7 +308,7 @@ class _Through(NamedTuple):
         return collectives.start_all_gather(_out(reduction, full), full, halves, after=reduction, label=label)
 
 
-def _is_hooked(axis: Bound | GraphAxis, x: Tensor, hooks: Mapping[str, CommHook]) -> bool:
+def _is_hooked(axis: Axis, x: Tensor, hooks: Hooks) -> bool:
     """Whether a comm hook sends `x` along an axis. One rank alone sends nothing, and an empty tensor is not sent."""
     return axis.name in hooks and axis.size > 1 and x.numel() > 0
 
@@ -353,7 +333,7 @@ def _plus(pending: Pending, x: Tensor) -> Pending:
     return pending.then(lambda result: result.copy_(x.add_(result)), pending.out)
 
 
-def _own(full: Tensor | None, axis: Bound | GraphAxis) -> Tensor | None:
+def _own(full: Tensor | None, axis: Axis) -> Tensor | None:
     """This rank's shard of a tensor that is divided along one axis, as a view to write to; None if there is no such memory."""
     if full is None or not isinstance(axis, Bound):
         return None

@@ -1,8 +1,4 @@
-"""Collectives under way: a `Pending` is a collective that has been started; `wait()` gives its result.
-
-A step that raises leaves collectives behind that nobody waits for. `abandon` keeps them alive, `settle` waits for them, and
-`drop_abandoned` drops them when this process leaves its group.
-"""
+"""`Pending`: collectives under way, and those that a step that raised has left behind."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
-from fzero.comms.failures import failed
+from fzero.comms.failures import explained
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 
@@ -82,13 +78,9 @@ class Pending:
         thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
         try:
-            with profiler_range("wait", self.label):
+            with explained(self.label), profiler_range("wait", self.label):
                 for work in self.works.result() if isinstance(self.works, Future) else self.works:
                     work.wait()
-        except CollectiveError:
-            raise
-        except RuntimeError as error:
-            raise failed(self.label, error) from error
         finally:
             HERE.waits.pop(thread, None)
             if not current_thread().name.startswith(SENDER):  # that thread waits in place of the caller
@@ -114,8 +106,6 @@ class Letter:
 
 class Letters(tuple[Letter, ...]):
     """The tensors that one collective in lockstep receives."""
-
-    __slots__ = ()
 
 
 def abandon(pendings: Sequence[Pending]) -> None:
@@ -149,8 +139,5 @@ def drop_abandoned() -> None:
 
 @atexit.register
 def _never_free() -> None:
-    """Keeps abandoned collectives at the end of a process, because freeing them would wait for other ranks.
-
-    The system closes the connections.
-    """
+    """Keeps abandoned collectives at the end of a process, because freeing them would wait for other ranks."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(_ABANDONED))

@@ -2,20 +2,18 @@
 
 A primitive is one linear map over the ranks of an axis, with all of its rules:
 
-- *evaluate*: on a `ProcessAxis` or `LockstepAxis` through the `start_…` functions of `fzero.comms.collectives`. If a tracer is
-  active (make_fx, fake tensors, AOTAutograd, Inductor), the primitive is a node of torch's functional collectives
-  (`fzero.comms.traced`), so that it appears in every graph.
+- *evaluate*: on a `ProcessAxis` or `LockstepAxis` through `fzero.comms.collectives`. If a tracer is active (make_fx, fake
+  tensors, AOTAutograd, Inductor), it is a node of torch's functional collectives (`fzero.comms.traced`).
 - *transpose*: all_gather and reduce_scatter are each other's transpose, all_to_all is its own. So gradients sum over ranks. A
   primitive can be differentiated any number of times, also in forward mode.
 - *batch*: a batch dimension moves to the front, and the primitive is applied again. Over the ranks of a `StackedAxis` the
   primitive is an operation on the dimension of ranks.
-- *abstract*: the shape and dtype of the result, and what is sent, as data.
+- *abstract*: the shape and dtype of the result, and what is sent.
 - *coded*: a comm hook without a state sends the numbers in fewer bytes. The derivative is that of the exact primitive (straight
   through the codec), and is sent exactly. A hook with a state is not used here: it is called directly, and returns the new state.
 
-Captures: a collective is a `torch.autograd.Function` whose `backward` and `jvp` apply primitives again. Dynamo would trace the
-`forward` and ignore the `backward`, without an error. So under Dynamo the collective is called by `_captured`, a function that
-Dynamo takes as one node.
+Captures: Dynamo would trace the `forward` of a `torch.autograd.Function` and ignore the `backward`, without an error. So under
+Dynamo the collective is called by `_captured`, a function that Dynamo takes as one node.
 
 Shape letters: P = W·S, S elements of a shard, W ranks; every tensor may have leading dimensions. Three dimensions stand for
 stacked ranks: A for axes before that of the collective, R for this axis, B for axes after it.
@@ -26,6 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -44,7 +43,6 @@ class OverRanks(ABC):
     """An axis whose ranks are stacked, inside of `torch.vmap` over them.
 
     Attributes:
-        name, size: of the axis.
         stride: the difference of two neighbours' ranks.
         rank: the index of this rank, 0-d int64. It is batched at the level of the ranks, and at no other one.
     """
@@ -80,12 +78,7 @@ Axis = ProcessAxis | LockstepAxis | AbstractAxis | TracedAxis | OverRanks
 
 
 class Abstract(NamedTuple):
-    """The result of a primitive without its numbers.
-
-    Attributes:
-        shape, dtype: of the result.
-        sent: the traffic of this rank, as an axis reports it; one rank alone sends nothing.
-    """
+    """The shape and dtype of a primitive's result, and the traffic of this rank, as an axis reports it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -101,7 +94,7 @@ class Primitive:
         transpose: the name of its transpose.
         divides: whether this rank's tensor holds a part for each rank. If not, each rank gets the whole tensor.
         joins: whether the result holds the parts of all ranks, in rank order. If not, it is their sum, made in rank order.
-        start: starts it on a flat tensor, whose parts are in rank order: (tensor, axis, label) → `Pending`.
+        start: starts it on a flat tensor, whose parts are in rank order: (tensor, axis=, label=) → `Pending`.
         label: of calls without one.
     """
 
@@ -109,7 +102,7 @@ class Primitive:
     transpose: str
     divides: bool
     joins: bool
-    start: Callable[[Tensor, Bound, Label], Pending]
+    start: Callable[..., Pending]
     label: Label
 
     def __call__(self, x: Tensor, axis: Axis, *, hook: CommHook | None = None, label: Label | None = None) -> Tensor:
@@ -143,9 +136,7 @@ class Primitive:
         label = label or self.label
         number = axis.rank if isinstance(axis.rank, Tensor) else None
         if torch.compiler.is_dynamo_compiling():
-            coded = _let_in(hook)
-            values = _in_graph(axis, x)
-            return _captured(x, number, self.name, coded, *values)
+            return _captured(x, number, self.name, _let_in(hook), *_in_graph(axis, x))
         where = axis if number is None else StackedRanks(axis.size, axis.stride)  # type: ignore[union-attr]
         result: Tensor = _Collective.apply(x, number, self.name, where, hook, label)  # type: ignore[no-untyped-call]
         return result
@@ -174,7 +165,7 @@ class Primitive:
         rows = _parts(x, axis.size).movedim(-2, 0) if self.divides and x.dim() > 1 else x
         flat = rows.contiguous().view(-1)
         if isinstance(axis, Bound) and not _is_traced(x):
-            result = self.start(flat, axis, label).wait()
+            result = self.start(flat, axis=axis, label=label).wait()
         else:
             result = getattr(_traced(axis, x), self.name)(flat)
         if x.dim() == 1:
@@ -236,24 +227,22 @@ def _parts(x: Tensor, size: int) -> Tensor:
     return x.view(*x.shape[:-1], size, x.shape[-1] // size)
 
 
-def _start_all_gather(shard_S: Tensor, axis: Bound, label: Label) -> Pending:
-    return collectives.start_all_gather(shard_S, None, axis, label=label)
-
-
-def _start_reduce_scatter(full_P: Tensor, axis: Bound, label: Label) -> Pending:
-    return collectives.start_reduce_scatter(full_P, axis, label=label)
-
-
 def _start_all_to_all(parts_P: Tensor, axis: Bound, label: Label) -> Pending:
     return collectives.start_all_to_all(parts_P.view(axis.size, -1), axis, label=label).then(lambda rows: rows.view(-1))
 
 
+_start_all_gather = partial(collectives.start_all_gather, full_P=None)
 all_gather = Primitive(
     "all_gather", "reduce_scatter", divides=False, joins=True, start=_start_all_gather, label=collectives.GATHER
 )
 """The shards of all ranks in rank order, (…, S) → (…, P)."""
 reduce_scatter = Primitive(
-    "reduce_scatter", "all_gather", divides=True, joins=False, start=_start_reduce_scatter, label=collectives.REDUCE
+    "reduce_scatter",
+    "all_gather",
+    divides=True,
+    joins=False,
+    start=collectives.start_reduce_scatter,
+    label=collectives.REDUCE,
 )
 """This rank's shard of the sum over ranks, (…, P) → (…, S). The sum is made in rank order."""
 all_to_all = Primitive(
@@ -293,8 +282,8 @@ class StackedRanks(OverRanks):
 class _Collective(torch.autograd.Function):
     """A primitive, known by its name.
 
-    `number` is the number of each stacked rank, None for one rank. `torch.vmap` batches it at one level only, that of the ranks.
-    So it distinguishes this level from the levels of other calls of `torch.vmap`, outside and inside.
+    `number` is the number of each stacked rank, None for one rank. `torch.vmap` batches it at the level of the ranks only, which
+    tells this level from those of other calls of `torch.vmap`.
     """
 
     @staticmethod
@@ -320,22 +309,14 @@ class _Collective(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        x: Tensor,
-        number: Tensor | None,
-        name: str,
-        where: Any,
-        hook: CommHook | None,
-        label: Label,
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, number: Tensor | None, name: str, where: Any, *how: Any
     ) -> tuple[Tensor, int | None]:
         x_dim, number_dim = in_dims[:2]
         if number_dim is None:
             assert x_dim is not None
-            moved = x.movedim(x_dim, 0)
-            return _Collective.apply(moved, number, name, where, hook, label), 0  # type: ignore[no-untyped-call]
+            return _Collective.apply(x.movedim(x_dim, 0), number, name, where, *how), 0  # type: ignore[no-untyped-call]
         x_W = x.expand(info.batch_size, *x.shape) if x_dim is None else x.movedim(x_dim, 0)
-        return PRIMITIVES[name].over_ranks(x_W, where, hook)
+        return PRIMITIVES[name].over_ranks(x_W, where, hook=how[0])
 
 
 def _again(ctx: Any, x: Tensor, primitive: Primitive) -> Tensor:
@@ -360,17 +341,14 @@ def _captured(x: Tensor, number: Tensor | None, name: str, hook: int, *values: A
 
 
 def _let_in(hook: CommHook | None) -> int:
-    """Lets Dynamo take `_captured` as one node; returns the index of the hook.
-
-    Dynamo runs a function with this mark when it traces a call of it. So fzero need not import Dynamo, which is slow.
-    """
+    """Lets Dynamo take `_captured` as one node, without an import of Dynamo, which is slow; returns the index of the hook."""
     torch.compiler.allow_in_graph(_captured)  # type: ignore[no-untyped-call]
     if hook not in _HOOKS:
         _HOOKS.append(hook)
     return _HOOKS.index(hook)
 
 
-_let_in._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_let_in._dynamo_marked_constant = True  # type: ignore[attr-defined] # Dynamo runs it when it traces a call of it
 
 
 def _in_graph(axis: Axis, x: Tensor) -> tuple[Any, ...]:
@@ -394,15 +372,12 @@ def _traced(axis: Bound | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis:
         raise ValueError(
             "LockstepAxis: a collective of ranks in lockstep cannot be traced; trace on real ranks, or in Stacked.each"
         )
-    if isinstance(axis, AbstractAxis) and not _has_no_numbers(x):
+    has_numbers = not x.is_meta and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    if isinstance(axis, AbstractAxis) and has_numbers:
         raise ValueError(
             f"AbstractAxis: its {axis.size} ranks have no numbers, got a tensor on {x.device}; pass a fake or meta tensor"
         )
     return TracedAxis.of(axis, x.device)
-
-
-def _has_no_numbers(x: Tensor) -> bool:
-    return x.is_meta or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def _is_traced(x: Tensor) -> bool:

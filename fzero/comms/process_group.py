@@ -1,7 +1,4 @@
-"""The process group of this process: joining and leaving a job, and the groups of its mesh axes.
-
-`join` makes the axis of all ranks, `along` the axes of a mesh one by one, and `shutdown` leaves the job.
-"""
+"""The process group of this process: joining and leaving a job, and the groups of its mesh axes."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
-from fzero.comms.failures import drop_probes, end_watch, failed, keep_watch, timeout_of, timeout_of_group
+from fzero.comms.failures import drop_probes, end_watch, explained, keep_watch, timeout_of, timeout_of_group
 from fzero.comms.pending import drop_abandoned, has_abandoned
 from fzero.comms.rendezvous import launched
 from sharding import Mesh
@@ -50,28 +47,25 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         me, kind = launched(), torch.device(device).type
         if me is None:
             return ProcessAxis(name)
-        on_cuda = kind == "cuda"
-        if on_cuda:
+        if kind == "cuda":
             torch.cuda.set_device(me.local_rank)
         # torchrun's agent may hold the store; only env:// finds it there.
-        by_environment = me.by == "torchrun"
-        url = "env://" if by_environment else f"tcp://{me.master_addr}:{me.master_port}"
-        rank, world_size = (-1, -1) if by_environment else (me.rank, me.world_size)
-        limit = timeout or timeout_of(os.environ)
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo", init_method=url, timeout=limit, rank=rank, world_size=world_size
-        )
+        where: dict[str, Any] = {"init_method": "env://"}
+        if me.by != "torchrun":
+            url = f"tcp://{me.master_addr}:{me.master_port}"
+            where = {"init_method": url, "rank": me.rank, "world_size": me.world_size}
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout or timeout_of(os.environ), **where)
         atexit.register(_leave)
     keep_watch()
     return ProcessAxis(name, dist.get_world_size(), dist.get_rank())
 
 
 def _leave() -> None:
-    """Leaves the group at the end of a process without errors.
+    """Leaves the group at the end of a process without errors. (After an error other ranks may be waiting.)
 
     A thread of gloo frees a collective's tensors a moment after the collective has ended. If the interpreter is shutting down by
-    then, this aborts the process. Leaving the group waits for that thread. After an error other ranks may be waiting, so the
-    process ends without leaving.
+    then, this aborts the process. Leaving the group waits for that thread.
     """
     if not has_abandoned() and not hasattr(sys, "last_type"):
         shutdown()
@@ -143,26 +137,20 @@ def group_of(parent: dist.ProcessGroup | None, ranks: tuple[int, ...], descripti
     assert parent is not None
     parts = _PARTS.setdefault(parent, {})
     if ranks not in parts:
+        limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks}"
         # Only the group's own ranks make it, because `parent` may be only a part of the job.
-        try:
-            with _name_of_group(f"{parent.group_name} {description} {ranks}"):
-                parts[ranks] = dist.new_group(
-                    list(ranks),
-                    timeout=timeout_of_group(parent),
-                    use_local_synchronization=True,
-                    group_desc=description,
-                )
-        except RuntimeError as error:
-            raise failed(f"group {description!r} of ranks {list(ranks)}", error) from error
+        with explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name):
+            parts[ranks] = dist.new_group(
+                list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
+            )
     return parts[ranks]
 
 
 @contextmanager
 def _name_of_group(name: str) -> Iterator[None]:
-    """Inside, a new group gets this name.
+    """Inside, a new group gets this name, by which ranks find each other.
 
-    Ranks find each other by this name. By default torch makes it from the number of groups that a process has made. This number
-    may differ between ranks: a rank that took no part in an earlier job has made fewer groups.
+    Torch's own is made from the number of groups that a process has made, which differs if a rank took no part in an earlier job.
     """
     module: Any = dist.distributed_c10d
     with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):

@@ -37,7 +37,6 @@ VARIABLES = (  # launcher, rank, world size, local rank; the first launcher whos
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
     ("mpirun (MPICH)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
 )
-NODES = {"srun": "SLURM_STEP_NODELIST"}
 LOCAL_SIZES = {"mpirun (Open MPI)": "OMPI_COMM_WORLD_LOCAL_SIZE", "mpirun (MVAPICH)": "MV2_COMM_WORLD_LOCAL_SIZE"}
 
 
@@ -67,8 +66,8 @@ def launched(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
             continue
         num_ranks = int(environment[world_size])
         address = environment.get("MASTER_ADDR")
-        if address is None and by in NODES:
-            address = first_node(environment.get(NODES[by], ""))
+        if address is None and by == "srun":
+            address = first_node(environment.get("SLURM_STEP_NODELIST", ""))
         if address is None and environment.get(LOCAL_SIZES.get(by, world_size)) == environment[world_size]:
             address = "127.0.0.1"  # all ranks are on one host
         if not address:

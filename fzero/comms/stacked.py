@@ -3,9 +3,6 @@
 `Stacked.each(function)` is `torch.vmap` over the leading dimension of ranks. Inside it, a tensor belongs to one rank, and a
 collective along a `StackedAxis` is an operation on the dimension of ranks (`fzero.comms.primitives`). Sums are made in rank
 order, as in a job of processes.
-
-Each rank has its own random state: an operator that draws random numbers runs for one rank after the other, on the state of
-that rank.
 """
 
 from __future__ import annotations
@@ -46,11 +43,7 @@ class _InTurn(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any,
-        in_dims: tuple[int | None, ...],
-        anchor: Tensor,
-        function: Callable[..., None],
-        *tensors: Tensor,
+        info: Any, in_dims: tuple[int | None, ...], anchor: Tensor, function: Callable[..., None], *tensors: Tensor
     ) -> tuple[Tensor, None]:
         for rank in range(info.batch_size):
             pairs = zip(tensors, in_dims[2:], strict=True)
@@ -64,9 +57,7 @@ class StackedAxis(primitives.OverRanks):
     """One axis of a mesh whose ranks are a dimension of tensors, inside of `Stacked.each`.
 
     Args:
-        size: the number of ranks along it.
         stride: the difference of two neighbours' ranks.
-        name: the mesh axis.
         ranks: all ranks of the mesh.
     """
 
@@ -178,8 +169,7 @@ class Stacked:
         This also runs kernels for which `torch.vmap` has no rule.
         """
         if torch.compiler.is_compiling():
-            function(*args)
-            return
+            return function(*args)
         leaves, treespec = pytree.tree_flatten(args)
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
 
@@ -205,11 +195,7 @@ class Stacked:
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this mode, an operator that draws random numbers for all ranks draws those of each rank from the rank's own state.
-
-    Attributes:
-        rng: the random state of each rank on the CPU; it advances with each draw.
-    """
+    """Inside, an operator that draws random numbers for all ranks runs for each rank, on the rank's own state in `rng`."""
 
     def __init__(self, rng_W: Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

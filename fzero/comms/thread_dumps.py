@@ -18,9 +18,8 @@ from typing import IO, Any
 
 WATCH = "fzero-watch"
 """The name of the thread of the watchdog."""
-NUMBER = (
-    signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
-)  # a real-time signal that other programs do not use
+NUMBER = signal.SIGRTMAX - 7 if hasattr(signal, "SIGRTMAX") else None
+"""A real-time signal that other programs do not use."""
 
 
 def stack_here() -> str:
@@ -29,12 +28,8 @@ def stack_here() -> str:
     stacks = []
     for ident, frame in sys._current_frames().items():
         frames = traceback.extract_stack(frame)
-        own = (
-            number
-            for number, frame in enumerate(frames)
-            if Path(frame.filename).name in ("watchdog.py", "thread_dumps.py")
-        )
-        del frames[next(own, len(frames)) :]  # the frames of this report are not part of it
+        reports = [Path(frame.filename).name in ("watchdog.py", "thread_dumps.py") for frame in frames]
+        del frames[[*reports, True].index(True) :]  # the frames of this report are not part of it
         is_idle = not frames or frames[-1].filename.endswith("concurrent/futures/thread.py")
         if not is_idle and names.get(ident) != WATCH:
             stacks.append(f"  Thread {names.get(ident, ident)}:\n" + "".join(frames.format()))
@@ -73,8 +68,7 @@ def stat_of(pid: int) -> list[str]:
 def fate_of(identity: Mapping[str, Any]) -> str:
     """The reason why another process of this host cannot answer: it has ended (with its exit code, if known), or is stopped.
 
-    It is "" if the process is alive. It is also "" if that is unknown: the process is on another host, or this system has no
-    /proc.
+    It is "" if the process is alive, or if that is unknown: it is on another host, or this system has no /proc.
     """
     mine, pid = identity_of(None), identity["pid"]
     if not mine["since"] or any(identity.get(key) != mine[key] for key in ("host", "pids")):
@@ -84,11 +78,8 @@ def fate_of(identity: Mapping[str, Any]) -> str:
         return "its process has ended"
     if found[0] in ("Z", "X"):  # its parent has not read its exit code yet
         code = os.waitstatus_to_exitcode(int(found[49]))
-        return (
-            f"its process was killed by {signal.Signals(-code).name}"
-            if code < 0
-            else f"its process ended with code {code}"
-        )
+        end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        return f"its process {end}"
     if found[0] in ("T", "t"):
         return f"its process is stopped; `kill -CONT {pid}` on {identity['host']} lets it go on"
     return ""

@@ -26,7 +26,7 @@ _ops = torch.ops._c10d_functional
 
 @dataclass(frozen=True, slots=True)
 class TracedAxis:
-    """A rank on an axis, described by values that a graph can hold: numbers, the name of the axis and the name of the group."""
+    """A rank on an axis, described by values that a graph can hold: numbers and names."""
 
     size: int
     rank: int
@@ -35,13 +35,12 @@ class TracedAxis:
     name: str = "data"
 
     @classmethod
-    def of(cls, axis: ProcessAxis | AbstractAxis, device: torch.device, *, name: str | None = None) -> Self:
-        """The traced form of an axis, by default under the same name."""
-        name = name or axis.name
+    def of(cls, axis: ProcessAxis | AbstractAxis, device: torch.device) -> Self:
+        """The traced form of an axis."""
         if isinstance(axis, AbstractAxis):
-            return cls(axis.size, axis.rank, name, axis.backend == "nccl", name)
+            return cls(axis.size, axis.rank, axis.name, axis.backend == "nccl", axis.name)
         group = axis.group or (dist.group.WORLD if axis.size > 1 else None)
-        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", name)
+        return cls(axis.size, axis.rank, "" if group is None else group.group_name, device.type == "cuda", axis.name)
 
     def all_gather(self, shard_S: Tensor) -> Tensor:
         """The shards of all ranks in rank order, S → P. *Collective:* sends (W-1)/W · P."""

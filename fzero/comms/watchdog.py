@@ -4,10 +4,9 @@
 2. Each rank has a watchdog thread. It looks for an alarm in the job's store once a second, or every three seconds while the rank
    starts collectives. A rank whose collective fails sets the alarm. On CUDA the host does not wait in a collective, so the
    watchdog sets the alarm before NCCL ends the process.
-3. After an alarm all watchdogs answer with the rank's place and stack. If a process has ended or is stopped, another rank on its
-   host reports it. If a rank does not answer because C code holds its interpreter, another rank on its host sends it a signal.
-   `faulthandler` answers this signal with the stack, without the interpreter. A rank that ends with an error reports that before
-   it ends.
+3. After an alarm all watchdogs answer with the rank's place and stack. For a process that has ended or is stopped another rank on
+   its host answers. If C code holds the interpreter of a rank, another rank on its host sends it a signal, which `faulthandler`
+   answers with the stack, without the interpreter. A rank that ends with an error reports that before it ends.
 4. The first rank that asks writes the report of the missing ranks. After a timeout it also prints all stacks to its stderr. All
    ranks raise an error with the same report.
 """
@@ -140,7 +139,7 @@ def ranks_of(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     text = ", ".join("-".join(map(str, run)) for run in runs)
-    return f"rank{'s' if len(runs) > 1 or len(runs[0]) > 1 else ''} {text}"
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def stacks(answers: Sequence[Answer]) -> str:
@@ -223,10 +222,8 @@ class Watchdog:
                     return
                 is_late = time.monotonic() - since > self.seconds
                 if is_late and self.is_stuck is not None and self.is_stuck():
-                    report = "\n  ".join(["", *self.ask(is_late=True)])
-                    print(
-                        f"fzero: the device has waited for {self.seconds:.0f} s:{report}", file=sys.stderr, flush=True
-                    )
+                    lines = [f"fzero: the device has waited for {self.seconds:.0f} s:", *self.ask(is_late=True)]
+                    print("\n  ".join(lines), file=sys.stderr, flush=True)
                     return
 
     def ask(self, *, is_late: bool) -> list[str]:
@@ -244,9 +241,8 @@ class Watchdog:
             return found or self._report
         ended = "its process has ended or is stopped, or its host cannot be reached"
         if not rank_0_keeps_store():
-            return [
-                f"the job's store, which the agent on {os.environ.get('MASTER_ADDR')} keeps, cannot be reached: {ended}"
-            ]
+            agent = f"the agent on {os.environ.get('MASTER_ADDR')}"
+            return [f"the job's store, which {agent} keeps, cannot be reached: {ended}"]
         who, fate = "rank 0", ""
         if keeper := self._keeper:
             who = f"rank 0 ({keeper['host']}, pid {keeper['pid']})"
@@ -258,8 +254,7 @@ class Watchdog:
     def report(self, *, is_late: bool = True) -> list[str]:
         """Sets the alarm, waits for the answers, and reports the missing ranks.
 
-        Args:
-            is_late: True after a timeout: the first rank to ask also prints all stacks to stderr. False after a lost connection.
+        After a timeout (`is_late`) the first rank to ask also prints all stacks to stderr.
         """
         is_first = self.store.add("alarm", 1) == 1
         self._answer()
@@ -272,22 +267,22 @@ class Watchdog:
             self._answer_for_gone()
             for rank in {*range(self.world_size)} - {*answers}:
                 if text := _text(self.store, f"answer/{rank}"):
-                    answers[rank] = answer_of(text)
+                    values = json.loads(text)
+                    answers[rank] = Answer(**values | {"place": tuple(values["place"])})
                     if answers[rank].is_gone and not is_late:
                         deadline = min(deadline, time.monotonic() + MORE)
             time.sleep(AGAIN)
         found = [answers[rank] for rank in sorted(answers)]
         if is_late:
             print(stacks(found), file=sys.stderr, flush=True)
-        lines = summary(found, self.world_size)
-        self._report = lines
-        self.store.set("summary", "\n".join(lines))
+        self._report = summary(found, self.world_size)
+        self.store.set("summary", "\n".join(self._report))
         if self.rank == 0 and rank_0_keeps_store():
             deadline = time.monotonic() + HEARD
             num_others = sum(not answer.is_silent for answer in found) - 1
             while self.store.add("heard", 0) < num_others and time.monotonic() < deadline:
                 time.sleep(0.1)
-        return lines
+        return self._report
 
     def _finds_keeper(self) -> bool:
         if self._keeper is None:
@@ -319,8 +314,8 @@ class Watchdog:
             doing = f"waiting for {where(waits, place)}"
         elif self.is_stuck is not None and self.is_stuck():
             waits, doing = HERE.label, f"waiting for its device, the last was {where(HERE.label, place)}"
-        identity = identity_of(None)
-        answer = Answer(self.rank, identity["host"], identity["pid"], place, doing, waits is not None, stack_here())
+        mine = identity_of(None)
+        answer = Answer(self.rank, mine["host"], mine["pid"], place, doing, waits is not None, stack_here())
         self.store.set(f"answer/{self.rank}", json.dumps(asdict(answer)))
 
     def _answer_for(
@@ -335,11 +330,8 @@ class Watchdog:
         """The identities of the processes of all ranks, as far as they are known."""
         keys = [f"who/{rank}" for rank in range(self.world_size)]
         texts = [text.decode() for text in self.store.multi_get(keys)] if self.store.check(keys) else []
-        return {
-            rank: json.loads(text)
-            for rank, text in enumerate(texts or [_text(self.store, key) for key in keys])
-            if text
-        }
+        texts = texts or [_text(self.store, key) for key in keys]
+        return {rank: json.loads(text) for rank, text in enumerate(texts) if text}
 
     def _answer_for_gone(self) -> None:
         """Answers for the ranks of this host whose processes have ended or are stopped."""
@@ -358,15 +350,8 @@ class Watchdog:
             elif rank < self.rank:
                 return
         for rank, its in silent.items():
-            stack = stack_of(its)
-            if stack:
+            if stack := stack_of(its):
                 self._answer_for(rank, its, "cannot answer, for code in C holds its interpreter", stack=stack)
-
-
-def answer_of(text: str) -> Answer:
-    """The answer that a `Watchdog` wrote to the store."""
-    values = json.loads(text)
-    return Answer(**values | {"place": tuple(values["place"])})
 
 
 def rank_0_keeps_store() -> bool:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import optree
 import torch
@@ -15,7 +15,7 @@ from fzero.resharding.tensors import Sources
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import in_memory, kept
+from fzero.storage.file_tensor import FilePart, in_memory, kept, part_of
 from fzero.storage.shard_io import Leaf, updated_part
 from fzero.storage.state_files import StateFiles
 
@@ -23,43 +23,38 @@ Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""
 
 
-class TensorSpan(NamedTuple):
-    """Elements [start, stop) of a flat tensor."""
+def read(x: Leaf | FilePart, start: int, stop: int) -> Tensor:
+    """Elements [start, stop); zeros where a file fails, which breaks its state and raises on all ranks in `agree`."""
+    part = part_of(x, start, stop)
+    if isinstance(part, Tensor):
+        return part
+    found = kept(part, lambda: part[:])
+    return torch.zeros(stop - start, dtype=part.dtype) if found is None else found
 
-    name: str
-    start: int
-    stop: int
 
-    def read(self, tensors: Mapping[str, Leaf]) -> Tensor:
-        """The elements; zeros where a file fails, which breaks its state and raises on all ranks in `agree`."""
-        x = tensors[self.name]
-        if isinstance(x, Tensor):
-            return x[self.start : self.stop]
-        found = kept(x, lambda: x[self.start : self.stop])
-        return torch.zeros(self.stop - self.start, dtype=x.dtype) if found is None else found
+def write(x: Leaf | FilePart, start: int, values: Tensor) -> None:
+    """Writes elements from `start` on. Fails as `read` does."""
+    part = part_of(x, start, start + values.numel())
+    if isinstance(part, Tensor):
+        part.copy_(values)
+    else:
+        kept(part, lambda: part.copy_(values))
 
-    def write(self, tensors: Mapping[str, Leaf], values: Tensor) -> None:
-        """Writes the elements. Fails as `read` does."""
-        x = tensors[self.name]
-        if isinstance(x, Tensor):
-            x[self.start : self.stop].copy_(values)
-        else:
-            kept(x, lambda: x.part(slice(self.start, self.stop)).copy_(values))
+
+def _named(state: TrainState[Any]) -> Iterator[tuple[str, Any]]:
+    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
+    return ((accessor.codify("state"), x) for accessor, x in zip(accessors, tensors, strict=True))
 
 
 def by_name(state: TrainState[Any]) -> dict[str, Any]:
     """The tensors of a state as flat views, by the plan's names; tensors in files remain handles."""
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(state)
-    named = zip(accessors, tensors, strict=True)
-    return {accessor.codify("state"): x.reshape(-1) if isinstance(x, Tensor) else x for accessor, x in named}
+    return {name: x.reshape(-1) if isinstance(x, Tensor) else x for name, x in _named(state)}
 
 
 def numbers_of(state: TrainState[Tensor]) -> Numbers:
     """The 0-d tensors of a state, without those of module buffers, which move as tensors."""
     parts = state._replace(params={}, master={}, grads={}, buffers={}, rng={}, hook_states={})
-    accessors, tensors, _ = optree.tree_flatten_with_accessor(parts)
-    named = zip(accessors, tensors, strict=True)
-    return {accessor.codify("state"): x.item() for accessor, x in named if x.ndim == 0}
+    return {name: x.item() for name, x in _named(parts) if x.ndim == 0}
 
 
 def chosen_numbers(sources_of: Mapping[str, Sources], numbers: Numbers) -> Numbers:
@@ -112,17 +107,13 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
     """
     for buffer in new.plan.flat_buffers:
         begins = [name for name in buffer.layout.names if name in names]
-        if (
-            not begins
-            or not buffer.trainable
-            or not isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
-        ):
+        is_users = buffer.trainable and isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
+        if not begins or not is_users:
             continue
-        shard = new.plan.shard_of(rank)
         values = in_memory(new.runtime.builder.updated(buffer, state.params, state.master, rank)).to(new.device)
         fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
         tensors = optree.tree_leaves(state.optimizer[buffer.key])
-        first = shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
+        first = new.plan.shard_of(rank) * buffer.shard_numel if buffer.flow.updates == "shard" else 0
         stop = first + buffer.flow.updated_numel
         spans = [
             (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
@@ -130,23 +121,17 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
         for leaf, tensor, value in zip(new.plan.optimizer_leaves(buffer), tensors, fresh, strict=True):
             for start, end in spans if leaf.is_long else ():
                 if start < end:
-                    TensorSpan("leaf", start, end).write({"leaf": tensor}, value[start:end])
+                    write(tensor, start, value[start:end])
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:
-    """Casts a rank's shards of the masters into its parameters.
-
-    A file error breaks the state, and raises in `agree`.
-    """
+    """Casts a rank's shards of the masters into its parameters. File errors are those of `read`."""
     for buffer in new.plan.flat_buffers:
         if buffer.has_master:
             master, param = state.master[buffer.key], state.params[buffer.key]
             own = updated_part(param, buffer, new.plan.shard_of(rank))
-            tensors, numel = {"master": master, "params": own}, master.numel()
-            for start in range(0, numel, SUB_GROUP):
-                span = slice(start, min(start + SUB_GROUP, numel))
-                values = TensorSpan("master", span.start, span.stop).read(tensors)
-                TensorSpan("params", span.start, span.stop).write(tensors, values)
+            for start in range(0, master.numel(), SUB_GROUP):
+                write(own, start, read(master, start, min(start + SUB_GROUP, master.numel())))
 
 
 def rescale(state: TrainState[Tensor], numbers: Numbers) -> None:

@@ -8,19 +8,22 @@ Shape letters: P padded elements of a flat buffer.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
+from fzero.comms.collectives import GATHER
 from fzero.comms.failures import meet
+from fzero.plans.comm_hooks import CommHooks
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, in_memory
 from fzero.storage.shard_io import own_shard
-from sharding import Partial, Replicated, TensorSpec
+from fzero.verbs import start_gather, start_join
+from sharding import Replicated, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 ALSO = {"momentum_buffer": "momentum"}
@@ -30,10 +33,8 @@ ALSO = {"momentum_buffer": "momentum"}
 def full_params(step: TrainStep, state: TrainState[Tensor], names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Copies of full parameters in the model's dtypes, by name, on the step's device.
 
-    *Collective* where they are sharded (stage 3): every rank with the same names; one flat buffer is gathered at a time.
-
-    Args:
-        names: of parameters; None is all, tied ones under all of their names.
+    *Collective* where they are sharded (stage 3): every rank with the same names; one flat buffer is gathered at a time. Without
+    names, all are read, tied ones under all of their names.
     """
     aliases = step.plan.aliases
     wanted = {*_homes(step), *aliases} if names is None else set(names)
@@ -41,7 +42,8 @@ def full_params(step: TrainStep, state: TrainState[Tensor], names: Iterable[str]
     found: dict[str, Tensor] = {}
     for buffer in step.plan.flat_buffers:
         if first & set(buffer.layout.names):
-            views = unflatten(_whole(step, buffer, state.params[buffer.key], buffer.params), buffer.layout)
+            flat = _Flat(step, buffer, state.params[buffer.key], buffer.params)
+            views = unflatten(flat.full(), buffer.layout)
             found |= {name: view.detach().clone() for name, view in views.items() if name in first}
     return {name: found[aliases.get(name, name)] for name in sorted(wanted)}
 
@@ -53,58 +55,107 @@ def is_trained(step: TrainStep, name: str) -> bool:
 
 def weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
     """A full parameter in fp32 (or fp64, if it is stored so), from the master if there is one. *Collective* if sharded."""
-    buffer = _home(step, name)
-    flat, spec = state.master.get(buffer.key), buffer.master
-    if flat is None:
-        flat, spec = state.params[buffer.key], buffer.params
-    return _one(step, buffer, _whole(step, buffer, flat, spec), name)
+    return _weights(step, state, name)[0].read(name)
 
 
 def with_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
     """The state with another value of a parameter, also in its master; written in place. *Collective* if sharded."""
-    buffer = _home(step, name)
-    _check_written(name, *(flats[buffer.key] for flats in (state.master, state.params) if buffer.key in flats))
-    if buffer.key in state.master:
-        _write(step, buffer, state.master[buffer.key], buffer.master, name, value)
-    _write(step, buffer, state.params[buffer.key], buffer.params, name, value)
-    return state
+    return _written(state, name, value, *_weights(step, state, name))
 
 
 def grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
     """The full mean gradient of a parameter, unscaled and before clipping, in fp32. *Collective.*"""
-    buffer = _trained(step, name)
-    multiple = step.runtime.rules.loss.multiple(None, state.loss_scale.scale)
-    return _one(step, buffer, _whole(step, buffer, state.grads[buffer.key], buffer.grads), name).div_(multiple)
+    grads, multiple = _grads(step, state, name)
+    return grads.read(name).div_(multiple)
 
 
 def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
     """The state with another mean gradient of a parameter, written in place. *Collective.*"""
-    buffer = _trained(step, name)
-    multiple = step.runtime.rules.loss.multiple(None, state.loss_scale.scale)
-    _check_written(name, state.grads[buffer.key])
-    _write(step, buffer, state.grads[buffer.key], buffer.grads, name, value.to(multiple.device) * multiple)
-    return state
+    grads, multiple = _grads(step, state, name)
+    return _written(state, name, value.to(multiple.device) * multiple, grads)
 
 
 def optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Tensor:
     """The full optimizer state of a parameter under `key`, such as `exp_avg`, in fp32. *Collective* if sharded."""
-    buffer = _trained(step, name)
-    flat, spec = _leaf(step, state, buffer, key)
-    return _one(step, buffer, _whole(step, buffer, flat, spec), name)
+    return _leaf(step, state, name, key).read(name)
 
 
 def with_optimizer_state(
     step: TrainStep, state: TrainState[Tensor], name: str, key: str, value: Tensor
 ) -> TrainState[Tensor]:
     """The state with another value of a parameter's optimizer state, written in place. *Collective* if sharded."""
-    buffer = _trained(step, name)
-    flat, spec = _leaf(step, state, buffer, key)
-    _check_written(name, flat)
-    _write(step, buffer, flat, spec, name, value)
+    return _written(state, name, value, _leaf(step, state, name, key))
+
+
+class _Flat(NamedTuple):
+    """A flat tensor of a state, with the buffer that it belongs to."""
+
+    step: TrainStep
+    buffer: FlatParamPlan
+    flat: Any
+    spec: TensorSpec
+
+    def full(self) -> Tensor:
+        """All of it (P), on the step's device; of partial gradients, the reduced shards are gathered."""
+        step, buffer = self.step, self.buffer
+        held: Tensor = in_memory(self.flat).to(step.device)
+        if isinstance(self.spec.spec, Replicated):
+            return held
+        mesh = step.runtime.mesh
+        call = f"reading {buffer.key!r} in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)"
+        meet(call, mesh.world)
+        if (
+            self.spec.spec != buffer.params.spec
+        ):  # a shard of what is updated, which may be less than a rank's parameters
+            held = start_join(own_shard(held, buffer, mesh.shard), buffer, mesh, label=GATHER).wait()
+        return start_gather(held, buffer, mesh, CommHooks()).wait()  # exactly, whatever hooks the step has
+
+    def read(self, name: str) -> Tensor:
+        """The entries of one parameter, in fp32 or wider. *Collective* if sharded."""
+        view = self._view(self.full(), name).detach()
+        return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Overwrites the entries of one parameter. *Collective* if sharded."""
+        full_P = self.full().clone()
+        target = self._view(full_P, name)
+        if target.shape != value.shape:
+            raise ValueError(
+                f"parameter {name!r}: must be given a value of its own shape {tuple(target.shape)}, got {tuple(value.shape)}"
+            )
+        with torch.no_grad():
+            target.copy_(value)
+            self.flat.copy_(self.step.runtime.builder.cut(full_P.to(torch_dtype(self.spec.dtype)), self.spec))
+
+    def _view(self, full_P: Tensor, name: str) -> Tensor:
+        return unflatten(full_P, self.buffer.layout)[self.step.plan.aliases.get(name, name)]
+
+
+def _written(state: TrainState[Tensor], name: str, value: Tensor, *flats: _Flat) -> TrainState[Tensor]:
+    """The state, after a value was written to these. Raises ValueError if one is in a file, before any is written."""
+    for flat in flats:
+        if isinstance(flat.flat, FileTensor):
+            raise ValueError(
+                f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.flat.path}; change it "
+                f"before training, or keep this state in memory (offload_optimizer.device, offload_param.device)"
+            )
+    for flat in flats:
+        flat.write(name, value)
     return state
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
+def _weights(step: TrainStep, state: TrainState[Tensor], name: str) -> list[_Flat]:
+    """The flat tensors that hold a parameter: the master if there is one, and the model's."""
+    buffer = _home(step, name)
+    both = (state.master, buffer.master), (state.params, buffer.params)
+    return [_Flat(step, buffer, flats[buffer.key], spec) for flats, spec in both if buffer.key in flats]
+
+
+def _grads(step: TrainStep, state: TrainState[Tensor], name: str) -> tuple[_Flat, Tensor]:
+    """The flat gradient of a parameter, and the multiple of the mean gradient that it holds."""
+    buffer = _trained(step, name)
+    multiple = step.runtime.rules.loss.multiple(None, state.loss_scale.scale)
+    return _Flat(step, buffer, state.grads[buffer.key], buffer.grads), multiple
 
 
 def _homes(step: TrainStep) -> dict[str, FlatParamPlan]:
@@ -130,10 +181,11 @@ def _trained(step: TrainStep, name: str) -> FlatParamPlan:
     return buffer
 
 
-def _leaf(step: TrainStep, state: TrainState[Tensor], buffer: FlatParamPlan, key: str) -> tuple[Tensor, TensorSpec]:
+def _leaf(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> _Flat:
+    buffer = _trained(step, name)
     leaves, tensors = step.plan.optimizer_leaves(buffer), optree.tree_leaves(state.optimizer[buffer.key])
     known = [(_last(leaf.path), x, leaf.spec) for leaf, x in zip(leaves, tensors, strict=True) if leaf.is_long]
-    found = [(x, spec) for name, x, spec in known if name in (key, ALSO.get(key))]
+    found = [_Flat(step, buffer, x, spec) for name, x, spec in known if name in (key, ALSO.get(key))]
     if len(found) != 1:
         raise ValueError(
             f"optimizer state {key!r}: must be one that has the parameter's shape: {[name for name, *_ in known]}; pass one of "
@@ -145,42 +197,3 @@ def _leaf(step: TrainStep, state: TrainState[Tensor], buffer: FlatParamPlan, key
 def _last(path: str) -> str:
     """`exp_avg` of `.exp_avg`, and `momentum_buffer` of `.tensors['momentum_buffer']`."""
     return path.rstrip("]'").rpartition("'")[2].rpartition(".")[2]
-
-
-def _whole(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec) -> Tensor:
-    """The full flat buffer (P), on the step's device; sharded or partial gradients are gathered from reduced shards."""
-    held: Tensor = in_memory(flat).to(step.device)
-    if isinstance(spec.spec, Replicated):
-        return held
-    mesh = step.runtime.mesh
-    meet(f"reading {buffer.key!r} in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)", mesh.world)
-    if isinstance(spec.spec, Partial):
-        return mesh.all_gather(own_shard(held, buffer, mesh.shard), mesh.axes)
-    return mesh.all_gather(held, mesh.axes_of(spec.spec))
-
-
-def _one(step: TrainStep, buffer: FlatParamPlan, flat_P: Tensor, name: str) -> Tensor:
-    view: Tensor = unflatten(flat_P, buffer.layout)[step.plan.aliases.get(name, name)].detach()
-    return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
-
-
-def _check_written(name: str, *flats: Any) -> None:
-    """Raises ValueError if one of these is in a file, before any is written."""
-    for flat in flats:
-        if isinstance(flat, FileTensor):
-            raise ValueError(
-                f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.path}; change it before "
-                f"training, or keep this state in memory (offload_optimizer.device, offload_param.device)"
-            )
-
-
-def _write(step: TrainStep, buffer: FlatParamPlan, flat: Any, spec: TensorSpec, name: str, value: Tensor) -> None:
-    whole = _whole(step, buffer, flat, spec).clone()
-    target = unflatten(whole, buffer.layout)[step.plan.aliases.get(name, name)]
-    if target.shape != value.shape:
-        raise ValueError(
-            f"parameter {name!r}: must be given a value of its own shape {tuple(target.shape)}, got {tuple(value.shape)}"
-        )
-    with torch.no_grad():
-        target.copy_(value)
-        flat.copy_(step.runtime.builder.cut(whole.to(torch_dtype(spec.dtype)), spec))

@@ -22,7 +22,7 @@ from itertools import chain
 import torch
 
 from fzero.plans.mesh_axes import describe
-from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.plans.plan import Plan
 from fzero.resharding.tensors import (
     BufferTensors,
     FlatTensor,
@@ -30,6 +30,7 @@ from fzero.resharding.tensors import (
     buffers_of,
     has_entries,
     hook_states_of,
+    of_plan,
     quantity_for,
 )
 from sharding import FlatLayout, Move, TensorSpec, moves_between, moves_from, moves_to
@@ -48,10 +49,9 @@ class JobRank:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """The moves from one flat tensor of the old state to one of the new.
+    """The moves from one flat tensor of the old state, `source`, to one of the new, `target`.
 
     Attributes:
-        source, target: the two tensors.
         master: of new parameters whose master has smaller shards; a rank casts the parameters of its master shard itself.
     """
 
@@ -89,8 +89,7 @@ class ReshardPlan:
 
     Attributes:
         title: the old and the new job.
-        places: the rank of every process in the old job and in the new one.
-        rounds: the flows, in order.
+        places: the ranks of every process.
         numbers: each 0-d tensor of the new optimizer state, with its sources.
         anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
         senders, receivers: the process of each old piece and of each new one.
@@ -115,13 +114,10 @@ class ReshardPlan:
             object.__setattr__(self, attribute, {process: piece for piece, process in enumerate(pieces)})
 
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
-        """The moves of a flow between processes. Starts and stops count elements of the tensors that the processes hold.
+        """The moves of a flow between all processes, or those of one. Starts and stops count elements of the tensors they hold.
 
         Moves from a process to itself are copies and come first. Any two processes see their moves in the same order. Moves
         are computed anew in each call, for one process in time proportional to its own copies and messages.
-
-        Args:
-            process: selects its own moves, in the order of all; None selects all.
         """
         processes = range(len(self.places)) if process is None else (process,)
         copies = chain.from_iterable(self._copies(flow, own) for own in processes)
@@ -201,11 +197,7 @@ class ReshardPlan:
 
 
 def plan_reshard(
-    old: Plan,
-    new: Plan,
-    *,
-    places: Sequence[JobRank] | None = None,
-    rng: Mapping[str, TensorSpec] | None = None,
+    old: Plan, new: Plan, *, places: Sequence[JobRank] | None = None, rng: Mapping[str, TensorSpec] | None = None
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
@@ -249,9 +241,7 @@ def plan_reshard(
     counted: dict[str, Sources] = {}
     began: set[str] = set()
     rounds = []
-    before = {
-        name: kept for kept in (BufferTensors(old, b) for b in old.flat_buffers) for name in kept.buffer.layout.names
-    }
+    before = {name: tensors for tensors in of_plan(old) for name in tensors.buffer.layout.names}
     for unit in new.units:
         flows: list[Flow] = []
         for buffer in unit.buffers:
@@ -270,11 +260,12 @@ def plan_reshard(
                 counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
         rounds.append(ReshardRound(unit.name, tuple(flows)))
     own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_hook_states(old, new)
-    rest = [*_module_buffers(old, new), *(_own(name, spec, old, new) for name, spec in own.items())]
+    old_buffers = buffers_of(old)
+    rest = [Flow(old_buffers[name], tensor) for name, tensor in buffers_of(new).items()]
+    rest += [_own(name, spec, old, new) for name, spec in own.items()]
     rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
-    processes = range(len(places))
-    senders = {places[process].old: process for process in processes}
-    receivers = {places[process].new: process for process in processes}
+    senders = {place.old: process for process, place in enumerate(places)}
+    receivers = {place.new: process for process, place in enumerate(places)}
     return ReshardPlan(
         f"ZeRO stage {old.stage} on {describe(old.mesh)} -> stage {new.stage} on {describe(new.mesh)}",
         tuple(places), tuple(rounds), counted, frozenset(began),
@@ -298,12 +289,6 @@ def _flows_between(source: BufferTensors, target: BufferTensors, shared: Sequenc
             yield Flow(source.tensors[wanted], tensor, master)
 
 
-def _module_buffers(old: Plan, new: Plan) -> Iterator[Flow]:
-    before = buffers_of(old)
-    for name, tensor in buffers_of(new).items():
-        yield Flow(before[name], tensor)
-
-
 def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
     """The specs of the comm hooks' states that can be continued, by name in the full state. Others start anew."""
     before = hook_states_of(old)
@@ -325,11 +310,8 @@ def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
 
 
 def _shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    return {
-        name: shape
-        for buffer in plan.flat_buffers
-        for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True)
-    }
+    layouts = (buffer.layout for buffer in plan.flat_buffers)
+    return {name: shape for layout in layouts for name, shape in zip(layout.names, layout.shapes, strict=True)}
 
 
 def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
@@ -346,9 +328,9 @@ def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str,
 def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[str]) -> None:
     """Raises unless the old buffer has all the state that the new one needs for the parameters that both hold."""
     source, target = old.buffer, new.buffer
-    name = shared[0]
     if not (source.trainable and target.trainable):
         return  # only weights move
+    name = shared[0]
     kinds = old.kind, new.kind
     kept = old.dtypes(shared), new.dtypes(shared)
     if kinds[0] != kinds[1] or kept[0].keys() != kept[1].keys():
@@ -365,11 +347,6 @@ def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[st
                 f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
                 f"{after} in the new; give the new step the same master and optimizer dtypes"
             )
-
-
-def kept_of(plan: Plan, buffer: FlatParamPlan, names: Sequence[str]) -> dict[str, str]:
-    """The dtypes of the optimizer state of some parameters of a buffer, including 0-d numbers, by path."""
-    return BufferTensors(plan, buffer).dtypes(names)
 
 
 def _check_present(job: str, ranks: Sequence[int | None], world_size: int) -> None:

@@ -2,9 +2,8 @@
 
     state = fzero.reshard(state, old, new)    # old and new are steps of one model
 
-The plan (`fzero.resharding.plan`) lists the moves. Two executors run it: `reshard` on real processes, where each
-holds its own part and sends the elements that others lack, and `reshard_all` on the states of all ranks in one process.
-Neither gathers a tensor that the new step does not hold in full; one unit moves at a time.
+The plan (`fzero.resharding.plan`) lists the moves. `reshard` runs it on real processes, `reshard_all` on the states of all ranks
+in one process. Neither gathers a tensor that the new step does not hold in full; one unit moves at a time.
 """
 
 from __future__ import annotations
@@ -25,18 +24,8 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
-from fzero.resharding.new_state import (
-    Numbers,
-    TensorSpan,
-    begin_anew,
-    blank,
-    by_name,
-    chosen_numbers,
-    keep_scale,
-    narrow,
-    numbers_of,
-    rescale,
-)
+from fzero.resharding import new_state
+from fzero.resharding.new_state import Numbers, by_name, chosen_numbers, numbers_of, read, write
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, kept_hook_states, plan_reshard
 from fzero.runtime.file_agreement import agree, files_of
@@ -93,30 +82,28 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
             axis = replace(axis, observe=step.runtime.ranks.observe)
     meet("fzero.reshard", axis)
-    mine = tuple(_report(state, old, new))
-    world = [_Report(*values) for values in collectives.exchange(mine, axis, label=Label("compare"))]
+    mine = _report(state, old, new)
+    world = [_Report(*values) for values in collectives.exchange(tuple(mine), axis, label=Label("compare"))]
     _check_reports(world)
     _warn_of_hooks(old, new)
     places = [JobRank(report.old, report.new) for report in world]
     plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
     numbers = next(report.numbers for report in world if report.numbers is not None)
-    place = places[axis.rank]
     chosen = chosen_numbers(plan.numbers, numbers)
     files = _make_files(new, axis) if new.runtime.offload.has_files else None
     made = None
-    if place.new is not None:
-        made = blank(new, place.new, chosen, keeps_scale=keep_scale(old, new), files=files)
+    if mine.new is not None:
+        made = new_state.blank(new, mine.new, chosen, keeps_scale=new_state.keep_scale(old, new), files=files)
     sources = {} if state is None else by_name(state)
     targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
         _run(round_, plan, sources, targets, axis, new.device)
-    if made is not None and place.new is not None:
-        narrow(made, new, place.new)
-        begin_anew(made, new, place.new, plan.anew)
-        rescale(made, numbers)
+    if made is not None and mine.new is not None:
+        new_state.narrow(made, new, mine.new)
+        new_state.begin_anew(made, new, mine.new, plan.anew)
+        new_state.rescale(made, numbers)
     if old.runtime.offload.has_files or files is not None or new.runtime.offload.has_files:
-        read = next((x.files.cause for x in handles_of(state)), None)
-        agree(files, axis, error=read)
+        agree(files, axis, error=next((x.files.cause for x in handles_of(state)), None))
     return None if made is None else put(made, new)
 
 
@@ -171,28 +158,35 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
         old.runtime.form.check(state, fix=_FIX)
     plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
     numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
-    made = [blank(new, rank, numbers, keeps_scale=keep_scale(old, new)) for rank in range(new.world_size)]
+    made = [
+        new_state.blank(new, rank, numbers, keeps_scale=new_state.keep_scale(old, new))
+        for rank in range(new.world_size)
+    ]
     sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
     for flow in (flow for round_ in plan.rounds for flow in round_.flows):
         for move in plan.moves(flow):
             source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
             targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
     for rank, state in enumerate(made):
-        narrow(state, new, rank)
-        begin_anew(state, new, rank, plan.anew)
-        rescale(state, numbers)
+        new_state.narrow(state, new, rank)
+        new_state.begin_anew(state, new, rank, plan.anew)
+        new_state.rescale(state, numbers)
     return made
 
 
 # --- the executor on real processes ------------------------------------------------------------------------------
 
 
-class _Message(NamedTuple):
-    """A message to or from another process in a round, with elements of tensors that have `num_shards` shards in the new job.
+class _Span(NamedTuple):
+    """Elements [start, stop) of a flat tensor."""
 
-    Tensors with different numbers of shards are in separate messages, so that equal messages to several processes are packed
-    once.
-    """
+    name: str
+    start: int
+    stop: int
+
+
+class _Message(NamedTuple):
+    """A message of a round. Tensors with other numbers of shards are in others, so that equal messages are packed once."""
 
     process: int
     dtype: str
@@ -208,26 +202,26 @@ def _run(
     device: torch.device,
 ) -> None:
     """Makes the copies within this process, and exchanges the messages of one round, from `device` to `device`."""
-    sent: dict[_Message, list[TensorSpan]] = {}
-    received: dict[_Message, list[TensorSpan]] = {}
+    sent: dict[_Message, list[_Span]] = {}
+    received: dict[_Message, list[_Span]] = {}
     for flow in round_.flows:
         for move in plan.moves(flow, axis.rank):
-            source = TensorSpan(flow.source.name, move.source_start, move.source_stop)
-            target = TensorSpan(flow.target.name, move.target_start, move.target_stop)
+            source = _Span(flow.source.name, move.source_start, move.source_stop)
+            target = _Span(flow.target.name, move.target_start, move.target_stop)
             if move.source_rank == move.target_rank:
-                target.write(targets, source.read(sources))
-            elif move.source_rank == axis.rank:
-                message = _Message(move.target_rank, flow.dtype, flow.target.num_shards)
-                sent.setdefault(message, []).append(source)
-            else:
-                message = _Message(move.source_rank, flow.dtype, flow.target.num_shards)
-                received.setdefault(message, []).append(target)
-    packed: dict[tuple[str, tuple[TensorSpan, ...]], Tensor] = {}
+                write(targets[target.name], target.start, read(sources[source.name], source.start, source.stop))
+                continue
+            is_sent = move.source_rank == axis.rank
+            other = move.target_rank if is_sent else move.source_rank
+            spans_of, span = (sent, source) if is_sent else (received, target)
+            spans_of.setdefault(_Message(other, flow.dtype, flow.target.num_shards), []).append(span)
+    packed: dict[tuple[str, tuple[_Span, ...]], Tensor] = {}
     outgoing, incoming = [], []
     for message, spans in sent.items():
         key = message.dtype, tuple(spans)
         if key not in packed:
-            pieces = [span.read(sources).to(device, torch_dtype(message.dtype)) for span in spans]
+            parts = (read(sources[span.name], span.start, span.stop) for span in spans)
+            pieces = [part.to(device, torch_dtype(message.dtype)) for part in parts]
             packed[key] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
         outgoing.append((message.process, packed[key]))
     for message, spans in received.items():
@@ -237,7 +231,7 @@ def _run(
     for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
         pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
         for span, piece in zip(spans, pieces_by_span, strict=True):
-            span.write(targets, piece)
+            write(targets[span.name], span.start, piece)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------
@@ -257,9 +251,8 @@ class _Report(NamedTuple):
 
 def _report(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Report:
     """Checks this process. An error is reported and not raised, because the others would wait."""
-    old_rank, new_rank = (
-        None if isinstance(step.runtime.ranks, AbstractAxis) else step.runtime.ranks.rank for step in (old, new)
-    )
+    ranks = (step.runtime.ranks for step in (old, new))
+    old_rank, new_rank = (None if isinstance(axis, AbstractAxis) else axis.rank for axis in ranks)
     plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.comm_hooks)) for p in (old.plan, new.plan)]
     numbers, problem = None, None
     try:
@@ -309,11 +302,8 @@ def _check_devices(old: TrainStep, new: TrainStep) -> None:
 
 
 def _warn_of_hooks(old: TrainStep, new: TrainStep) -> None:
-    if (
-        old.plan.hook_states
-        and new.plan.hook_states
-        and len(kept_hook_states(old.plan, new.plan)) < len(optree.tree_leaves(new.plan.hook_states))
-    ):
+    num_kept, num_new = len(kept_hook_states(old.plan, new.plan)), len(optree.tree_leaves(new.plan.hook_states))
+    if old.plan.hook_states and num_kept < num_new:
         warnings.warn(
             f"reshard: states of comm hooks (errors fed back) are dropped where ranks, flat buffers or comm hooks change: from "
             f"{old.plan.comm_hooks} on {old.world_size} ranks to {new.plan.comm_hooks} on {new.world_size}",

@@ -22,9 +22,7 @@ class FlatTensor:
     """A flat tensor of a state, and its division over the ranks.
 
     Attributes:
-        name: of the tensor.
         layout: of W pieces.
-        dtype: of its elements.
         num_shards: the number of different shards that the ranks hold, each W / `num_shards` adjacent pieces.
     """
 
@@ -49,15 +47,12 @@ class FlatTensor:
 
 
 class Sources(NamedTuple):
-    """The sources of a 0-d tensor of the new optimizer state.
-
-    Attributes:
-        names: of the old 0-d tensors, which must be equal; if empty, the value is that of a new state.
-        anew: parameters of the same buffer with new optimizer state; then the old numbers must be 0.
-    """
+    """The sources of a 0-d tensor of the new optimizer state."""
 
     names: tuple[str, ...]
+    """The old 0-d tensors, which must be equal; if empty, the value is that of a new state."""
     anew: tuple[str, ...] = ()
+    """Parameters of the same buffer with new optimizer state; then the old numbers must be 0."""
 
 
 def quantity_for(quantity: str, param_dtype: str, target: FlatParamPlan, *, has_master: bool) -> str:
@@ -69,54 +64,13 @@ def quantity_for(quantity: str, param_dtype: str, target: FlatParamPlan, *, has_
     return "master" if has_master else "params"
 
 
-def tensors_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, FlatTensor]:
-    """The flat tensors of one buffer that persist between steps, by quantity. (Gradients do not.)"""
-    return BufferTensors(plan, buffer).tensors
-
-
-def _tensors(plan: Plan, buffer: FlatParamPlan, leaves: Iterable[StateLeaf]) -> dict[str, FlatTensor]:
-    layout = buffer.layout
-    if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
-        layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
-    assert layout.partition.padded_numel == buffer.padded_numel
-
-    tensors = {}
-    for leaf in leaves:
-        spec = leaf.spec
-        if spec.shape != () and leaf.quantity != "grads":
-            entries = layout if leaf.is_long else _entries_layout(plan, buffer, leaf)
-            num_shards = spec.partition(plan.mesh).world_size
-            quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
-            tensors[quantity] = FlatTensor(leaf.state_name, entries, spec.dtype, num_shards)
-    return tensors
-
-
-def numbers_of(plan: Plan, buffer: FlatParamPlan) -> dict[str, str]:
-    """The names of the 0-d tensors of the optimizer state, by path."""
-    return BufferTensors(plan, buffer).numbers
-
-
-def _entries_layout(plan: Plan, buffer: FlatParamPlan, leaf: StateLeaf) -> FlatLayout:
-    """The layout of each parameter's entries in Adafactor's means over rows and columns, which are replicated."""
-    if not isinstance(plan.optimizer[buffer.key], AdafactorState):
-        raise ValueError(
-            f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
-            f"number, and state{leaf.path} has shape {leaf.spec.shape}; start the new step from the "
-            f"weights, init(old.gather(state))"
-        )
-    grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
-    lengths = {name: grid.rows if leaf.path == ".row_var" else grid.columns for name, grid in grids.items()}
-    shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
-    return FlatLayout(tuple(grids), shapes, plan.world_size)
-
-
 def buffers_of(plan: Plan) -> dict[str, FlatTensor]:
     """The module's own buffers, which are replicated."""
-    layouts = {name: FlatLayout((name,), (spec.shape,), plan.world_size) for name, spec in plan.buffers.items()}
-    return {
-        name: FlatTensor(f"state.buffers[{name!r}]", layouts[name], spec.dtype, 1)
-        for name, spec in plan.buffers.items()
-    }
+    found = {}
+    for name, spec in plan.buffers.items():
+        layout = FlatLayout((name,), (spec.shape,), plan.world_size)
+        found[name] = FlatTensor(f"state.buffers[{name!r}]", layout, spec.dtype, num_shards=1)
+    return found
 
 
 def hook_states_of(plan: Plan) -> dict[str, tuple[TensorSpec, str]]:
@@ -148,14 +102,27 @@ class BufferTensors:
 
     @cached_property
     def tensors(self) -> dict[str, FlatTensor]:
-        return _tensors(self.plan, self.buffer, self._leaves)
+        """The flat tensors, by quantity. (Gradients do not persist.)"""
+        plan, layout = self.plan, self.buffer.layout
+        if (layout.world_size, layout.multiple_of) != (plan.world_size, ALIGNMENT):
+            layout = FlatLayout(layout.names, layout.shapes, plan.world_size, multiple_of=ALIGNMENT)
+        assert layout.partition.padded_numel == self.buffer.padded_numel
+        tensors = {}
+        for leaf in self._leaves:
+            if leaf.spec.shape != () and leaf.quantity != "grads":
+                entries = layout if leaf.is_long else self._entries_layout(leaf)
+                num_shards = leaf.spec.partition(plan.mesh).world_size
+                quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
+                tensors[quantity] = FlatTensor(leaf.state_name, entries, leaf.spec.dtype, num_shards)
+        return tensors
 
     @cached_property
     def numbers(self) -> dict[str, str]:
+        """The names of the 0-d tensors of the optimizer state, by path."""
         return {leaf.path: leaf.state_name for leaf in self._leaves if leaf.spec.shape == ()}
 
     def dtypes(self, names: Sequence[str]) -> dict[str, str]:
-        """The dtypes of the optimizer state of some of the parameters, by path."""
+        """The dtypes of the optimizer state of some of the parameters, including 0-d numbers, by path."""
         return {
             leaf.path: leaf.spec.dtype
             for leaf in self._leaves
@@ -165,6 +132,25 @@ class BufferTensors:
     @property
     def kind(self) -> str:
         return type(self.plan.optimizer[self.buffer.key]).__name__
+
+    def _entries_layout(self, leaf: StateLeaf) -> FlatLayout:
+        """The layout of each parameter's entries in Adafactor's means over rows and columns, which are replicated."""
+        buffer = self.buffer
+        if not isinstance(self.plan.optimizer[buffer.key], AdafactorState):
+            raise ValueError(
+                f"plan_reshard: the optimizer state of {buffer.key!r} must have tensors with an entry for each element, or one "
+                f"number, and state{leaf.path} has shape {leaf.spec.shape}; start the new step from the "
+                f"weights, init(old.gather(state))"
+            )
+        grids = {buffer.layout.names[index]: grid for index, grid in grids_of(buffer.layout).items()}
+        lengths = {name: grid.rows if leaf.path == ".row_var" else grid.columns for name, grid in grids.items()}
+        shapes = tuple((grid.matrices, lengths[name]) for name, grid in grids.items())
+        return FlatLayout(tuple(grids), shapes, self.plan.world_size)
+
+
+def of_plan(plan: Plan) -> list[BufferTensors]:
+    """The tensors of all flat buffers of a plan."""
+    return [BufferTensors(plan, buffer) for buffer in plan.flat_buffers]
 
 
 def has_entries(tensor: FlatTensor, names: Iterable[str]) -> bool:

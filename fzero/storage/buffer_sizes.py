@@ -1,7 +1,4 @@
-"""Rules of offloaded state, from the plan alone: the device of its update, and the sizes of the buffers that it moves through.
-
-A step (`fzero.runtime.offload`) and a dry run (`fzero.estimation.dry_update`) both follow `updates_on_host`.
-"""
+"""Rules of offloaded state, from the plan alone: the device of its update, and the sizes of the buffers that it moves through."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`DirectFile`: one file of fixed length, read and written in full or not at all, bypassing the page cache.
 
-Direct I/O moves bytes between the disk and the process's memory. Addresses, offsets and lengths must be multiples of the
-disk's block of 512 or 4096 bytes; here all are multiples of `SECTOR`, which fits both. Filesystems without direct I/O
-are used through the page cache; then only the system may know of a failed write, until `settle` asks for it.
+Addresses, offsets and lengths of direct I/O must be multiples of the disk's block of 512 or 4096 bytes; here of `SECTOR`, which
+fits both. Filesystems without direct I/O are used through the page cache; then only the system may know of a failed write, until
+`settle` asks for it.
 
 A file counts as damaged as soon as its length changes: bytes that were cut off would read as zeros once something behind them
 is written. Checksums (CRC-32) also detect other damage.
@@ -69,11 +69,7 @@ class DirectFile:
             self._fd, self.is_direct = fd, True
 
     def read(self, at: int, memory: memoryview) -> None:
-        """Fills the memory with the bytes from `at` on.
-
-        Raises:
-            OSError: from the system; or the file was changed by another process.
-        """
+        """Fills the memory with the bytes from `at` on. Raises OSError: also if another process has changed the file."""
         self._move(os.preadv, at, memory)
         for index, found in self._checksums_of(at, memory):
             if self._checksums[index] != found:

@@ -1,9 +1,8 @@
 """`FileStore`: flat tensors in files, read and written at the speed of the disk, with one rule for failures.
 
 A store has one file per flat tensor, in a folder per rank. Files get their full length when the store is made, so that a
-disk that is too small raises then. Elements [start, stop) move in blocks between a file and a buffer of the caller's. Threads
-call `preadv` and `pwritev`, which release the GIL; nothing is allocated for a transfer, and it bypasses the page cache
-(`fzero.storage.direct_io`). Transfers begin at multiples of `grain` bytes, and files are padded to one.
+disk that is too small raises then. Elements [start, stop) move in blocks between a file and a buffer of the caller's, on threads
+that release the GIL (`fzero.storage.direct_io`). Transfers begin at multiples of `grain` bytes, and files are padded to one.
 
 **After a failure the store cannot be used.** An update of many blocks that fails midway leaves new numbers beside old ones. The
 store keeps one generation of each file: a second one would double the disk, and would not save a run whose parameters
@@ -82,7 +81,6 @@ class FileStore:
     Args:
         path: a folder on the disk to use; the files are in a sub-folder of this rank.
         files: the contents of each file, by any name (`"blocks.0/float32/exp_avg"`).
-        rank: of this process.
         state: the index of the state, where this process has several at the path.
         num_threads: how many blocks move at once.
         block_nbytes: the most bytes that one system call moves.
@@ -173,12 +171,8 @@ class FileStore:
         return self._move("write", name, start, stop, buffer)
 
     def fence(self) -> None:
-        """Waits for all reads and writes under way. Raises if anything failed since the store was made.
-
-        Raises:
-            StoreError: the store is broken.
-        """
-        wait(list(self._moving))
+        """Waits for all reads and writes under way. Raises a StoreError if anything failed since the store was made."""
+        self.rest()
         for file in self._files.values():
             if self._health.cause is None:
                 self._health.attempt(file.path, 0, file.nbytes, file.settle)
@@ -187,7 +181,7 @@ class FileStore:
     def fail(self, cause: BaseException) -> None:
         """Breaks the store, whose contents must not be used any more. Waits until no buffer is in use."""
         self._health.fail(cause)
-        wait(list(self._moving))
+        self.rest()
 
     @property
     def cause(self) -> StoreError | None:
@@ -215,14 +209,13 @@ class FileStore:
     ) -> Callable[[], Tensor]:
         self.check()
         nbytes = self.nbytes(name, start, stop)
-        file, dtype = self._files[name], self._specs[name].dtype
         is_bytes = buffer.dtype == torch.uint8 and buffer.is_contiguous()
         if not is_bytes or buffer.data_ptr() % PAGE or len(buffer) < nbytes:
             raise ValueError(
                 f"{name}: the buffer must be {nbytes} bytes or more, contiguous and from a memory page on, got "
                 f"{tuple(buffer.shape)} of {buffer.dtype}; take it from a Pool"
             )
-        begin = start * itemsize(dtype)
+        file, begin = self._files[name], start * itemsize(self._specs[name].dtype)
         memory = buffer.numpy().data[:nbytes]
         futures = []
         for at in range(0, nbytes, self.block_nbytes):
@@ -305,12 +298,8 @@ def _unusable(folder: Path, error: OSError, needed: int | None = None) -> str:
 
 
 def _end(pid: int, threads: ThreadPoolExecutor, files: dict[str, DirectFile], release: Callable[[], None]) -> None:
-    """Removes the files without waiting for a thread, because the garbage collector may call this at any point.
-
-    A read or write under way keeps its file open until it has ended.
-    """
-    if os.getpid() != pid:
-        return
-    threads.shutdown(wait=False, cancel_futures=True)
-    files.clear()
-    release()
+    """Removes the files without waiting for a thread, because the garbage collector may call this at any point."""
+    if os.getpid() == pid:
+        threads.shutdown(wait=False, cancel_futures=True)
+        files.clear()  # a read or write under way keeps its file open
+        release()

@@ -1,8 +1,7 @@
 """`FileTensor`: the leaf of a state for a tensor that lives in a file.
 
-It is a small frozen handle: the file, its shape and dtype, and its *generation*. A step updates files in place. So it returns
-a state with handles of the next generation, and the handles of the old state are *stale*: reading one raises. Handles keep
-their files alive (`fzero.storage.state_files`): the files are removed with the last handle.
+A step updates files in place. So it returns a state with handles of the next *generation*, and the handles of the old state are
+*stale*: reading one raises. The files are removed with the last handle (`fzero.storage.state_files`).
 """
 
 from __future__ import annotations
@@ -57,14 +56,11 @@ class FileSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FileTensor:
-    """A flat tensor of one rank's state that lives in a file.
-
-    `handle[start:stop]` and `handle[:]` read elements into a tensor on the CPU.
+    """A flat tensor of one rank's state in a file; `handle[start:stop]` and `handle[:]` read elements into a tensor on the CPU.
 
     Attributes:
         files: all files of this state.
         name: of this tensor's file.
-        shape, dtype: of the tensor.
         generation: the number of updates of the files when this handle was made.
     """
 
@@ -95,8 +91,7 @@ class FileTensor:
 
     def part(self, elements: slice) -> FilePart:
         """A handle to some of the elements; reads nothing."""
-        start, stop, _ = elements.indices(self.shape[0])
-        return FilePart(self, start, max(start, stop))
+        return FilePart(self, 0, self.shape[0]).part(elements)
 
     def check(self) -> None:
         """Raises a StoreError unless the file holds this tensor: no step has updated it, and nothing failed."""
@@ -142,13 +137,13 @@ class FilePart:
 
     def part(self, elements: slice) -> FilePart:
         """Some of these elements."""
-        start, stop, _ = elements.indices(self.stop - self.start)
+        start, stop, _ = elements.indices(self.numel())
         return FilePart(self.tensor, self.start + start, self.start + max(start, stop))
 
     def __getitem__(self, elements: slice) -> Tensor:
         self.tensor.check()
-        start, stop, _ = elements.indices(self.stop - self.start)
-        return self.tensor.files.read(self.tensor.name, self.start + start, self.start + stop)
+        part = self.part(elements)
+        return self.files.read(self.tensor.name, part.start, part.stop)
 
     def copy_(self, values: Tensor) -> None:
         """Writes into the file; only allowed while a state is being made. Raises as `FileTensor.check` does."""
@@ -156,9 +151,9 @@ class FilePart:
         self.tensor.files.write(self.tensor.name, self.start, values)
 
 
-def part_of(x: Tensor | FileTensor, start: int, stop: int) -> Any:
+def part_of(x: Tensor | FileTensor | FilePart, start: int, stop: int) -> Any:
     """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have `copy_` and `[:]`."""
-    return x.part(slice(start, stop)) if isinstance(x, FileTensor) else x[start:stop]
+    return x[start:stop] if isinstance(x, Tensor) else x.part(slice(start, stop))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,10 +190,7 @@ def in_memory(tree: Any) -> Any:
 
 
 def kept(x: FileTensor | FilePart, work: Callable[[], T]) -> T | None:
-    """The result of `work`; None where a file fails, which breaks the state of `x`.
-
-    A rank whose files fail thus goes on to `fzero.runtime.file_agreement.agree`, where all ranks raise.
-    """
+    """The result of `work`; None where a file fails, which breaks the state of `x`: all ranks raise in `file_agreement.agree`."""
     try:
         return work()
     except StoreError as error:

@@ -1,8 +1,6 @@
 """`Pool`: host memory for transfers to and from files and devices, and checks that it is available.
 
-A `Pool` is one range of anonymous memory, cut into equal page-aligned buffers, so that direct I/O and copies to a device can use
-them. It is allocated once, whatever moves through it. Available memory is checked before it is allocated: the OOM killer
-leaves no message.
+Available memory is checked before it is allocated: the OOM killer leaves no message.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ LARGE_PAGE = 1 << 21
 
 
 class Pool:
-    """`num` buffers of at least `nbytes` bytes each, rounded up to memory pages.
+    """`num` page-aligned buffers of at least `nbytes` bytes each, for direct I/O and copies to a device; allocated once.
 
     Raises:
         MemoryError: they do not fit (see `check_host_memory`); nothing was allocated.
@@ -48,7 +46,6 @@ class Pool:
 
     @property
     def num_free(self) -> int:
-        """The number of buffers that are not taken."""
         return len(self._free)
 
     def take(self) -> Tensor:
@@ -78,11 +75,7 @@ def paged(numel: int, dtype: torch.dtype) -> Tensor:
 
 
 def _mapped(nbytes: int) -> Tensor:
-    """At least `nbytes` bytes of page-aligned memory, in large pages where the system provides them.
-
-    A block for a disk is a list of physical pages: with small pages it has hundreds, and takes up to three times as long
-    (docs/performance.md).
-    """
+    """At least `nbytes` bytes of page-aligned memory, in large pages where the system has them (faster: docs/performance.md)."""
     if nbytes >= LARGE_PAGE:
         nbytes = -(-nbytes // LARGE_PAGE) * LARGE_PAGE  # so that the system aligns it to a large page
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE)
@@ -138,6 +131,13 @@ def _available() -> Iterator[tuple[str, int]]:
     yield from _left_by_cgroups()
 
 
+_CGROUP_FILES = {
+    "": ("memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
+"""The limit, the use and the cache of control groups, by the controllers that /proc names: version 2, version 1."""
+
+
 def _left_by_cgroups(
     proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Iterator[tuple[str, int]]:
@@ -148,14 +148,10 @@ def _left_by_cgroups(
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers not in ("", "memory"):
+        if controllers not in _CGROUP_FILES:
             continue
         top = root / controllers
-        limit, usage, cache = (
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            if controllers
-            else ("memory.max", "memory.current", "inactive_file")
-        )
+        limit, usage, cache = _CGROUP_FILES[controllers]
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if not folder.is_relative_to(top):

@@ -1,10 +1,8 @@
 """The movers of sub-groups between files and the host, or between the host and a device.
 
-`FileMover`: the state lives in a `FileStore`, and the update runs on the CPU, in buffers of a pool that is made once.
-`DeviceMover`: it lives in host memory, and the update runs on a device; or it lives on a device, and the update runs on the CPU.
-On CUDA, copies in and copies out each have a stream, so that they overlap each other and the update; pin the host tensors,
-because the host waits for copies of others. `Resident`: it lives on the device of the update. `ByName`: each tensor has a
-mover of its own.
+`FileMover`: the state lives in a `FileStore`, and the update runs on the CPU. `DeviceMover`: it lives in host memory, and the
+update runs on a device, or the other way round. `Resident`: it lives where the update runs. `ByName`: each tensor has a mover of
+its own. `fzero.storage.stream.Mover` documents their methods.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ class FileMover:
     """Moves sub-groups between files and the buffers of a pool.
 
     Args:
-        store: where the tensors live.
         num_buffers: tensors of a sub-group times sub-groups in memory at once. Adam moves 3 tensors, the parameter included;
             with one sub-group read ahead and one written behind, that is 3 · 3.
         buffer_nbytes: at least the bytes of one tensor of a sub-group.
@@ -56,7 +53,6 @@ class FileMover:
         self._coming: dict[TensorRange, tuple[Tensor, Callable[[], Tensor]]] = {}
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
-        """See `Mover`."""
         self.store.check()
         needed = num_alive * max((len(group.names) for group in sub_groups), default=0)
         num_free = self.pool.num_free + len(self._coming)
@@ -101,7 +97,6 @@ class FileMover:
         return buffer
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """See `Mover`."""
         buffers, waits = [], []
         for name in sub_group.names:
             part = TensorRange(name, sub_group.start, sub_group.stop)
@@ -109,44 +104,39 @@ class FileMover:
                 buffer, wait = self._coming.pop(part)
             else:
                 buffer = self.take()
-                wait = partial(self.store.view, *part, buffer)
-                if name not in sub_group.made:
-                    wait = self.store.read(*part, buffer)
+                is_made = name in sub_group.made
+                wait = partial(self.store.view, *part, buffer) if is_made else self.store.read(*part, buffer)
             buffers.append(buffer)
             waits.append(wait)
         self._here[sub_group] = buffers
         return lambda: [wait() for wait in waits]
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
-        """See `Mover`."""
-        buffers = self._here.pop(sub_group)
-        for name in sub_group.names:
-            if name not in sub_group.kept:
-                self.forget(TensorRange(name, sub_group.start, sub_group.stop))
-        waits = [
-            None if name in sub_group.kept else self.store.write(name, sub_group.start, sub_group.stop, buffer)
-            for name, buffer in zip(sub_group.names, buffers, strict=True)
-        ]
+        written = [TensorRange(n, sub_group.start, sub_group.stop) for n in sub_group.names if n not in sub_group.kept]
+        for part in written:
+            self.forget(part)
+        by_name = dict(zip(sub_group.names, self._here.pop(sub_group), strict=True))
+        waits = {part.name: self.store.write(*part, by_name[part.name]) for part in written}
 
         def finish() -> None:
-            for wait, buffer in zip(waits, buffers, strict=True):
-                if wait is not None:
-                    wait()
+            for name, buffer in by_name.items():
+                if name in waits:
+                    waits[name]()
                 self.pool.give_back(buffer)
 
         return finish
 
     def fence(self) -> None:
-        """See `Mover`."""
         self.store.fence()
 
     def fail(self, cause: BaseException) -> None:
-        """See `Mover`."""
         self.store.fail(cause)
 
 
 class DeviceMover:
     """Moves sub-groups of flat tensors between host memory and a device.
+
+    On CUDA, copies in and copies out each have a stream, so that they overlap each other and the update.
 
     Args:
         tensors: flat, by name; on the CPU (pinned, if copies are to overlap), or all of them on one device.
@@ -163,11 +153,9 @@ class DeviceMover:
         self._cause: BaseException | None = None
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
-        """See `Mover`: memory of the device is not a pool of fixed length."""
-        self._check()
+        self._check()  # memory of the device is not a pool of fixed length
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """See `Mover`."""
         self._check()
         is_on_cpu = self.device.type == "cpu"
         if self._copies_in and is_on_cpu:
@@ -195,7 +183,6 @@ class DeviceMover:
         return finish
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
-        """See `Mover`."""
         self._check()
         copies = self._here.pop(sub_group)
         if self._copies_out is not None:
@@ -210,13 +197,11 @@ class DeviceMover:
         return is_out.synchronize if is_out is not None else lambda: None
 
     def fence(self) -> None:
-        """See `Mover`."""
         if self._copies_out is not None:
             self._copies_out.synchronize()
         self._check()
 
     def fail(self, cause: BaseException) -> None:
-        """See `Mover`."""
         self._cause = self._cause or cause
         for stream in (self._copies_in, self._copies_out):
             if stream is not None:
@@ -233,20 +218,15 @@ class DeviceMover:
 
 
 class Resident:
-    """Gives sub-groups as views of tensors that are where the update runs.
-
-    Args:
-        tensors: flat, by name.
-    """
+    """Gives sub-groups as views of flat tensors that are where the update runs."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self.tensors = tensors
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
-        """See `Mover`."""
+        pass
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """See `Mover`."""
         return lambda: [self.tensors[name][sub_group.start : sub_group.stop] for name in sub_group.names]
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
@@ -254,31 +234,25 @@ class Resident:
         return lambda: None
 
     def fence(self) -> None:
-        """See `Mover`."""
+        pass
 
     def fail(self, cause: BaseException) -> None:
         """See `Mover`: the tensors are left partly updated."""
 
 
 class ByName:
-    """Moves each tensor of a sub-group with its own mover.
-
-    Args:
-        mover_of: the mover of each tensor, by name.
-    """
+    """Moves each tensor of a sub-group with its own mover."""
 
     def __init__(self, mover_of: Mapping[str, Mover]) -> None:
         self._mover_of = mover_of
         self._movers = list({id(mover): mover for mover in mover_of.values()}.values())
 
     def check(self, sub_groups: Sequence[SubGroup], num_alive: int) -> None:
-        """See `Mover`."""
         parts = [self._parts(group) for group in sub_groups]
         for mover in self._movers:
             mover.check([part for of_group in parts for owner, part in of_group if owner is mover], num_alive)
 
     def fetch(self, sub_group: SubGroup) -> Callable[[], list[Tensor]]:
-        """See `Mover`."""
         waits = [(part.names, mover.fetch(part)) for mover, part in self._parts(sub_group)]
 
         def finish() -> list[Tensor]:
@@ -288,17 +262,14 @@ class ByName:
         return finish
 
     def write_back(self, sub_group: SubGroup) -> Callable[[], object]:
-        """See `Mover`."""
         waits = [mover.write_back(part) for mover, part in self._parts(sub_group)]
         return lambda: [wait() for wait in waits]
 
     def fence(self) -> None:
-        """See `Mover`."""
         for mover in self._movers:
             mover.fence()
 
     def fail(self, cause: BaseException) -> None:
-        """See `Mover`."""
         for mover in self._movers:
             mover.fail(cause)
 

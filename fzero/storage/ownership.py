@@ -1,10 +1,9 @@
 """`claim`, `release`: the ownership of state folders, by a marker file that names the owner's process.
 
-A run keeps state under a path, in a folder per rank, and per state where a process has several (`folder_of`). It writes a
-marker into each folder that names its process: id, start, machine. A killed process leaves its marker and files behind.
-`claim` reads all markers under the path, because the next run may have fewer ranks or states. It does not touch a folder whose
-process is alive, or is on another machine, where this cannot be known. Folders of processes that have ended are refused or
-removed, as the caller chooses.
+A run keeps state under a path, in a folder per rank, and per state where a process has several (`folder_of`). A killed process
+leaves its marker and files behind. `claim` reads all markers under the path, because the next run may have fewer ranks or states.
+It does not touch a folder whose process is alive, or is on another machine, where this cannot be known. Folders of processes that
+have ended are refused or removed, as the caller chooses.
 
 (A file lock would not do: the system frees it only when the last forked child has ended too, such as a data loader's worker.
 The path is locked only while a folder is claimed or released, so that ranks that start at once do so one after the other: the
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fzero.common.safe_files import check_own, create
+from fzero.comms.thread_dumps import stat_of
 
 MARKER, UNFINISHED = "owner.json", "owner.new"
 FILES = "*.flat"
@@ -62,7 +62,6 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Self:
-        """The calling process."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         pid, parent = os.getpid(), os.getppid()
         names = os.readlink("/proc/self/ns/pid")
@@ -78,10 +77,8 @@ class Owner:
     def may_live(self) -> bool:
         """Whether the process may be alive, as far as can be known on this machine."""
         here = Owner.this_process()
-        if self.host != here.host:
-            return True
-        if self.boot != here.boot:
-            return False
+        if (self.host, self.boot) != (here.host, here.boot):
+            return self.host != here.host
         return self.names != here.names or _started(self.pid) == self.started
 
     def __str__(self) -> str:
@@ -90,12 +87,8 @@ class Owner:
 
 def _started(pid: int) -> int | None:
     """The start of a process; None if there is none, or it is a zombie."""
-    try:
-        # The name of the program is in parentheses and may hold any character.
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if state in "ZX" else int(fields[18])
+    found = stat_of(pid)
+    return int(found[19]) if found and found[0] not in "ZX" else None
 
 
 def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str:

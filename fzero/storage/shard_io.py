@@ -1,14 +1,11 @@
 """`ShardTransfer`: loads shards of parameters for a forward-backward, and writes shards of gradients back to their homes.
 
-A forward-backward loads the shard of a flat buffer when it gathers the buffer, and names the next one in advance, so that the
-next shard is prefetched while the present one is used. It puts shards of gradients one by one, as the backward makes them,
-and goes on while they are written. For shards on the device all of this does nothing.
+A forward-backward names the next shard in advance, so that it is prefetched while the present one is used, and goes on while
+shards of gradients are written. For shards on the device all of this does nothing.
 
-Shards on the way between files and a device are staged in host memory that direct I/O can use
-(`fzero.storage.host_memory.paged`), which is kept for the next shard of the same size. A file error breaks the state but
-raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all ranks raise at the end
-(`fzero.runtime.file_agreement.agree`). A gradient's contribution to the norm is measured when it is put, while it is in the
-processor's caches, so that the norm need not read it again.
+A file error breaks the state but raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all
+ranks raise at the end (`fzero.runtime.file_agreement.agree`). A gradient's contribution to the norm is measured when it is put,
+while it is in the processor's caches.
 
 Shape letters: S elements of a shard.
 """
@@ -66,7 +63,6 @@ class ShardTransfer:
     """Loads shards to the device of a forward-backward, and writes gradients from there.
 
     Args:
-        device: of the forward-backward.
         scratch: the pool of its buffers.
         most: the most shards that are prefetched at once; None is any number.
         measure: the function of a put shard of gradients whose result `known` returns.
@@ -100,8 +96,7 @@ class ShardTransfer:
 
     def load(self, name: str, x: Leaf) -> Tensor:
         """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
-        wait = self._coming.pop(name, None) or self._start(name, x)
-        return wait()
+        return (self._coming.pop(name, None) or self._start(name, x))()
 
     def fresh(self, x: Leaf) -> Tensor:
         """An uninitialised tensor like the result of `load`; the shard itself if it lives on the device."""
@@ -170,10 +165,7 @@ class ShardTransfer:
         unless they are the home's own memory.
 
         Args:
-            name: of the shard, as for `load`.
-            home: the shard in its memory.
             values: on the device; to be added, also in the home's memory.
-            adds: whether to add to the present values instead of overwriting them.
             measures: whether these are the final values, which are measured for `known`.
         """
         self._measured.pop(name, None)
@@ -194,11 +186,9 @@ class ShardTransfer:
         if name not in self._measured:
             return None
         number, measured, version = self._measured[name]
-        is_same = home is measured or (
-            isinstance(home, Tensor)
-            and isinstance(measured, Tensor)
-            and (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
-        )
+        is_same = home is measured
+        if isinstance(home, Tensor) and isinstance(measured, Tensor):
+            is_same = (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
         return number if is_same and _version(home) == version else None
 
     def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:

@@ -28,12 +28,10 @@ class StateFiles:
 
     Args:
         files: folder and contents of each file.
-        streaming: the options of the transfers.
         sub_group_numel: elements of a sub-group.
         most: the most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
         extra: the most tensors in files of one sub-group that it does not count (new parameters beside their master).
         staged_nbytes: bytes of full shards in memory at once, on their way.
-        rank: of this process.
 
     Raises:
         StoreError, MemoryError: the files cannot be made, or there is no room for the buffers; nothing is left.
@@ -124,9 +122,8 @@ class StateFiles:
 
     def prefetch(self, name: str, start: int, stop: int) -> None:
         """Starts to read one tensor of a sub-group, if there is room for it; an error breaks the files."""
-        mover = self.mover(name)
         try:
-            mover.prefetch(TensorRange(name, start, stop))
+            self.mover(name).prefetch(TensorRange(name, start, stop))
         except StoreError as error:
             self.fail(error)
 

@@ -4,10 +4,8 @@
     update      | 0 | 1 | 2 | 3 |
     put             | 0 | 1 | 2 | 3 |
 
-A *sub-group* is a range of elements of some flat tensors. `stream_update` updates one after the other, while a `Mover`
-fetches the next ones and writes the last ones back. Only the mover knows where they live: in files, with the update on
-the CPU, or in host memory, with the update on a device (`fzero.storage.movers`). At most `1 + read_ahead + write_behind`
-sub-groups are in transfer or updated at once, so memory does not grow with the state; (0, 0) overlaps nothing.
+A *sub-group* is a range of elements of some flat tensors. Only a `Mover` knows where they live (`fzero.storage.movers`). At most
+`1 + read_ahead + write_behind` sub-groups are in transfer or updated at once, so memory does not grow with the state.
 
 A stream that fails midway leaves part of the state updated. It then marks the mover as failed; its state cannot be used again.
 
@@ -54,7 +52,6 @@ class SubGroup:
 
     @property
     def numel(self) -> int:
-        """Elements of each tensor."""
         return self.stop - self.start
 
     def __str__(self) -> str:
@@ -103,10 +100,9 @@ def cut(
             f"sub_group_numel: must be a positive multiple of {LANES}, got {sub_group_numel}; round it up, so that the kernels "
             f"use the same vectors as an update of full tensors"
         )
+    of_names = {"names": tuple(names), "made": tuple(made), "kept": tuple(kept)}
     starts = range(0, numel, sub_group_numel) or (0,)
-    return [
-        SubGroup(tuple(names), start, min(start + sub_group_numel, numel), tuple(made), tuple(kept)) for start in starts
-    ]
+    return [SubGroup(start=start, stop=min(start + sub_group_numel, numel), **of_names) for start in starts]
 
 
 def stream_update(
@@ -204,11 +200,9 @@ def init_streamed(
     sub_group_numel: int,
     **ahead: int,
 ) -> None:
-    """Writes the initial parameters and optimizer states to their homes.
+    """Writes the initial parameters, which `param_at(name, start, stop)` returns, and optimizer states to their homes.
 
-    Args:
-        param_at: the initial values of a parameter, as a function of (name, start, stop).
-        buffers, mover, sub_group_numel, ahead: as in `update_streamed`.
+    The other arguments are those of `update_streamed`.
     """
 
     def init(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
@@ -224,11 +218,10 @@ def init_streamed(
         for tensor, value in zip(tensors, longs, strict=True):
             tensor.copy_(value)
 
-    groups = [
-        (buffer, group)
-        for buffer in buffers
-        for group in cut(buffer.all_names, buffer.numel, sub_group_numel, made=buffer.all_names)
-    ]
+    groups = []
+    for buffer in buffers:
+        names = buffer.all_names
+        groups += [(buffer, group) for group in cut(names, buffer.numel, sub_group_numel, made=names)]
     _stream(init, groups, mover, ahead)
 
 
@@ -244,9 +237,8 @@ def update_streamed(buffers: Sequence[Streamed], mover: Mover, *, sub_group_nume
     for buffer in buffers:
         made = () if buffer.out is None else (buffer.out,)
         kept = () if buffer.grad is None else (buffer.grad,)
-        groups += [
-            (buffer, group) for group in cut(buffer.all_names, buffer.numel, sub_group_numel, made=made, kept=kept)
-        ]
+        of_buffer = cut(buffer.all_names, buffer.numel, sub_group_numel, made=made, kept=kept)
+        groups += [(buffer, group) for group in of_buffer]
     _stream(_update, groups, mover, ahead)
 
 

@@ -9,7 +9,6 @@ tensor at a time is in memory. Neither a model nor DeepSpeed is needed.
 
 from __future__ import annotations
 
-import math
 import os
 import pickle
 import shutil
@@ -27,7 +26,7 @@ from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, StandIn
 from fzero.checkpoint.deepspeed.flat import MASTER
 from fzero.checkpoint.deepspeed.source import KINDS, RULES
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import StoredSlice, key_of
+from fzero.checkpoint.layout import key_of
 from fzero.checkpoint.weights import chunks_in
 from fzero.common.safe_files import refuse_link
 from sharding.views import torch_dtype
@@ -35,11 +34,14 @@ from sharding.views import torch_dtype
 if TYPE_CHECKING:
     from fzero.checkpoint.dcp_format import DcpReader
 
+Numbers = Mapping[str, float | int]
+Steps = Literal["number", "tensor"]
+
 VERSION = "0.19.6"
 """The version of DeepSpeed whose format is written."""
 
 
-def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Literal["number", "tensor"] = "number") -> Path:
+def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Steps = "number") -> Path:
     """Writes a checkpoint of fzero as a universal checkpoint of DeepSpeed, in this process alone, one tensor at a time.
 
     Masters, optimizer state, counters, loss scale and the learning rate of the next update are transferred. DeepSpeed takes
@@ -112,17 +114,12 @@ def _leaves(name: str, stored: Mapping[str, Any] | None) -> dict[str, str] | Non
 
 
 def _write_parameter(
-    folder: Path,
-    name: str,
-    leaves: Mapping[str, str] | None,
-    found: DcpReader,
-    numbers: Mapping[str, float | int],
-    steps: Literal["number", "tensor"],
+    folder: Path, name: str, leaves: Mapping[str, str] | None, found: DcpReader, numbers: Numbers, steps: Steps
 ) -> None:
     """Writes the files of one parameter, a tensor at a time."""
     master = next(key for key in (key_of("master", name), key_of("params", name)) if key in found.stored)
     for key, file in ((master, MASTER), *((key_of(q, name), leaf) for q, leaf in (leaves or {}).items())):
-        tensor = _read(found, key)
+        tensor = found.full(key)
         if leaves is not None:
             tensor = tensor.float()
         tensor = tensor if tensor.ndim else tensor.view(1)  # DeepSpeed cuts it along a dimension
@@ -131,18 +128,11 @@ def _write_parameter(
         _save(_count(numbers[key_of(".step", name)], steps), folder / "step.pt")
 
 
-def _count(number: float, steps: Literal["number", "tensor"]) -> int | Tensor:
+def _count(number: float, steps: Steps) -> int | Tensor:
     return int(number) if steps == "number" else torch.tensor(float(number))
 
 
-def _read(found: DcpReader, key: str) -> Tensor:
-    like = found.stored[key]
-    flat = torch.empty(math.prod(like.shape), dtype=torch_dtype(like.dtype))
-    found.read([(StoredSlice(key, like.shape, like.dtype, 0, flat.numel(), "", 0), flat)])
-    return flat.view(like.shape)
-
-
-def _optimizer_state(contents: Mapping[str, Any], steps: Literal["number", "tensor"]) -> dict[str, Any]:
+def _optimizer_state(contents: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
     """The optimizer's values that are not per parameter."""
     numbers, rates = contents["numbers"], set(contents.get("rates", {}).values())
     if len(rates) > 1:
@@ -172,7 +162,7 @@ class _Scaler(StandIn):
     """An object that DeepSpeed reads as a DynamicLossScaler."""
 
 
-def _scaler(numbers: Mapping[str, float | int], rules: Mapping[str, Any]) -> _Scaler:
+def _scaler(numbers: Numbers, rules: Mapping[str, Any]) -> _Scaler:
     scaler = _Scaler()
     vars(scaler).update({theirs: rules[ours] for ours, theirs in RULES.items() if ours != "dynamic"})
     num_good = int(numbers["state.loss_scale.num_good"])
@@ -191,7 +181,7 @@ def _model(contents: Mapping[str, Any], found: DcpReader, client: Any) -> dict[s
     for key, name in contents["names"].items():
         stored = key_of("params", name)
         dtype = torch_dtype(found.stored[stored].dtype)
-        module[key] = torch.empty(0, dtype=dtype) if name in optimizer else _read(found, stored)
+        module[key] = torch.empty(0, dtype=dtype) if name in optimizer else found.full(stored)
     shapes = {name: torch.Size(found.stored[key_of("params", name)].shape) for name in optimizer}
     users = client if isinstance(client, Mapping) else {"client": client}
     return {key: value for key, value in users.items() if key != "deepspeed"} | {
@@ -233,8 +223,7 @@ class _Pickler(_Base):  # type: ignore[misc]
 def _save(value: Any, path: Path) -> None:
     """Writes a file of torch.save, flushed to the disk."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
+    with files.flushed(path.parent), path.open("wb") as file:
         torch.save(value, file, pickle_module=SimpleNamespace(__name__="pickle", Pickler=_Pickler))
         file.flush()
         os.fsync(file.fileno())
-    files.flush(path.parent)

@@ -42,10 +42,9 @@ ELSEWHERE = {
 """Files that identify unsupported checkpoints."""
 KEYS_ELSEWHERE = {
     "num_experts": "a mixture of experts (deepspeed.moe)",
-    "ds_autoep_layers": "a mixture of experts (AutoEP)",
-    "autoep_layers": "a mixture of experts (AutoEP)",
-    "folding": "a mixture of experts (AutoEP)",
-    "ds_zero_partition_groups": "a mixture of experts (AutoEP)",
+    **dict.fromkeys(
+        ("ds_autoep_layers", "autoep_layers", "folding", "ds_zero_partition_groups"), "a mixture of experts (AutoEP)"
+    ),
 }
 WEIGHTS_ALONE = (
     "save the whole weights in the job that trained it (torch.save of a state dict), and take these: fzero.load_weights"
@@ -95,11 +94,7 @@ def read(path: Path) -> Any:
 
 
 def find(dir: Path) -> Path:
-    """The folder of one checkpoint: `dir` itself, or the one that its `latest` names.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    """The folder of one checkpoint: `dir` itself, or the one that its `latest` names. Raises a CheckpointError without one."""
     for latest in LATEST:
         if (dir / latest).is_file():
             folder = dir / latest_of(dir, latest)

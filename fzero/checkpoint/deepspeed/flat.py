@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,11 +82,7 @@ class Flats(NamedTuple):
 
 
 def need(content: Any, key: str, path: Path) -> Any:
-    """The value in a file under a key.
-
-    Raises:
-        CheckpointError: the key is missing.
-    """
+    """The value in a file under a key. Raises CheckpointError: the key is missing."""
     if not isinstance(content, Mapping) or content.get(key) is None:
         raise CheckpointError(
             f"{WORD}: {path} must have {key!r}, as DeepSpeed writes it since 0.6, and has not; load it with the DeepSpeed that "
@@ -112,21 +109,15 @@ def leaves_of(state: Any) -> tuple[str, ...]:
 
 def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, Place]:
     """The places of parameters that follow one another in a buffer with shards of `run` elements."""
-    places, before = {}, 0
-    for name, shape in shapes.items():
-        places[name] = Place(group, before, 0, run)
-        before += math.prod(shape)
-    return places
+    before = accumulate(map(math.prod, shapes.values()), initial=0)
+    return {name: Place(group, start, 0, run) for name, start in zip(shapes, before)}
 
 
 def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, Place]:
     """The places of parameters that are each cut into `world_size` shards."""
-    places, offset = {}, 0
-    for name, shape in shapes.items():
-        run = -(-math.prod(shape) // world_size)
-        places[name] = Place(group, 0, offset, run)
-        offset += run
-    return places
+    runs = [-(-math.prod(shape) // world_size) for shape in shapes.values()]
+    offsets = accumulate(runs, initial=0)
+    return {name: Place(group, 0, offset, run) for name, offset, run in zip(shapes, offsets, runs)}
 
 
 # --- ZeRO 1, 2 and 3 ---------------------------------------------------------------------------------------------
@@ -163,12 +154,7 @@ def _rank(path: Path) -> _Rank:
 
 
 def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) -> Flats:
-    """The flat tensors of ZeRO 1, 2 or 3, in a file for each rank.
-
-    Args:
-        found: these files, by rank.
-        model: the contents of the file `path`.
-    """
+    """The flat tensors of ZeRO 1, 2 or 3, in the file `found` for each rank; `model` is the contents of `path`."""
     opened = cache(lambda rank: _rank(found[rank]))
     folder = path.parent
     some = opened(min(found))

@@ -9,7 +9,6 @@ fzero's own checkpoints, so that the rules of `fzero.load` apply. A rank reads t
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,15 +16,14 @@ from pathlib import Path
 import torch
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
-from fzero.checkpoint.deepspeed.files import WORD, find
+from fzero.checkpoint.deepspeed.files import find
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.layout import StoredSlice, nbytes_of
-from fzero.checkpoint.loading import Loaded, Saved, placed, restored
+from fzero.checkpoint.loading import Loaded, Saved, load_by_ranks, restored
 from fzero.checkpoint.saving import FEW_BYTES, Contents, content_of, publish
-from fzero.comms.failures import meet
 from fzero.resharding.reshard import AnyStep
-from fzero.simulation import LockstepRanks, stacked
+from fzero.step import TrainStep
+from fzero.storage.state_files import StateFiles
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 
@@ -56,23 +54,14 @@ def import_deepspeed(dir: str | Path, *, step: AnyStep) -> Loaded:
         ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
         CollectiveError: another rank died, or does not take part.
     """
-    if isinstance(step, LockstepRanks):
-        loaded = step.on_each(lambda rank: import_deepspeed(dir, step=step.steps[rank]))
-        return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step.runtime.mesh.world
-    meet("fzero.checkpoint.import_deepspeed", axis)
-    check_same_folder(axis, dir, WORD)
-    path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
+    return load_by_ranks("fzero.checkpoint.import_deepspeed", dir, step, find, _load)
 
-    def own() -> Loaded:
-        found = DeepSpeedFiles(path)
-        found.check_optimizer()
-        saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
-        return Loaded(restored(saved, step, scratch), found.client, path)
 
-    scratch = step.runtime.offload.make_files(axis)
-    imported = together(axis, own)
-    return imported._replace(state=placed(imported.state, step, scratch))
+def _load(path: Path, step: TrainStep, scratch: StateFiles | None) -> Loaded:
+    found = DeepSpeedFiles(path)
+    found.check_optimizer()
+    saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
+    return Loaded(restored(saved, step, scratch), found.client, path)
 
 
 def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
@@ -94,7 +83,7 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
 
     found, path = DeepSpeedFiles(find(Path(dir))), Path(out)
     found.check_optimizer()
-    parts = [StoredSlice(key, x.shape, x.dtype, 0, math.prod(x.shape), "", 0) for key, x in found.stored.items()]
+    parts = [StoredSlice.whole(key, like) for key, like in found.stored.items()]
     content = content_of(found.client)
     batches = list(_batches(part for part in parts if part.stop))
     needed = {number: nbytes_of(batch) for number, batch in enumerate(batches)}

@@ -50,20 +50,9 @@ THEIRS = {
 
 
 class DeepSpeedFiles:
-    """One checkpoint.
-
-    Args:
-        folder: that has its files.
+    """One checkpoint, in a folder. `fzero.checkpoint.saving.Contents` documents the attributes that both have.
 
     Attributes:
-        stored: shape and dtype of each tensor, by key.
-        aliases: the other keys of tied parameters, each with the first one.
-        names: the keys of the model's state dict, each with the name under which its tensor is stored.
-        numbers: the 0-d tensors of a state.
-        optimizer: the kind of optimizer state of each parameter.
-        scales_dynamically: whether the loss scale is dynamic.
-        rates: the learning rate of each parameter's next update, where all have the same.
-        loss_scaling: the rules of the loss scale.
         client: the user's `client_state`, and under `"deepspeed"` the counters and settings of DeepSpeed.
         stage, world_size: of the job; a universal checkpoint counts as stage 0.
 
@@ -205,11 +194,7 @@ class DeepSpeedFiles:
     # --- reading --------------------------------------------------------------------------------------------
 
     def read(self, fragments: Iterable[tuple[StoredSlice, Tensor]]) -> None:
-        """Fills each flat tensor with the elements of its part, cast to its dtype.
-
-        Raises:
-            CheckpointError: a file is missing or truncated, or contradicts the others.
-        """
+        """See `fzero.checkpoint.loading.Source`. Raises CheckpointError: a file is truncated, or contradicts the others."""
         for part, flat in fragments:
             source, name = self._sources[part.key]
             for start, piece in self._pieces(source, name, part.start, part.stop):

@@ -27,11 +27,7 @@ from fzero.checkpoint.folders import CheckpointError, inside
 
 
 def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
-    """The flat tensors of a universal checkpoint, one file per parameter and quantity.
-
-    Args:
-        model: the contents of the file `path`.
-    """
+    """The flat tensors of a universal checkpoint, one file per parameter and quantity; `model` is the contents of `path`."""
     zero = folder / "zero"
     saved = read(zero / "optimizer_state.pt")
     shapes: Shapes = {n: tuple(s) for group in need(model, "param_shapes", path) for n, s in group.items()}
@@ -77,11 +73,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
 
 
 def tensor_in(path: Path) -> Tensor:
-    """The tensor in a file of a universal checkpoint.
-
-    Raises:
-        CheckpointError: it is one of tensor or expert parallelism.
-    """
+    """The tensor in a file of a universal checkpoint. Raises CheckpointError: it is one of tensor or expert parallelism."""
     content = read(path)
     if not isinstance(content, Mapping):
         return cast(Tensor, content)
@@ -95,11 +87,7 @@ def tensor_in(path: Path) -> Tensor:
 
 
 def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
-    """The tensors of a checkpoint of stage 0, which has no names: all parameters must be trained, and in one group.
-
-    Args:
-        shapes: of all parameters, as they are declared.
-    """
+    """The tensors of a checkpoint of stage 0, which has no names: all parameters must be trained, and in one group."""
     saved = need(model, "optimizer", path)
     base = saved.get("optimizer_state_dict", saved)  # beside 16-bit parameters
     states, settings = need(base, "state", path), need(base, "param_groups", path)
