@@ -254,6 +254,19 @@ def start_join(
     return mesh.start_all_gather(updated_S, out, along(mesh.axes, buffer.flow.joins_over), label=label)
 
 
+def gather_flat(part: Tensor, buffer: FlatParamPlan, mesh: AxisMesh[Any]) -> Tensor:
+    """All P elements of a tensor of a flat buffer, from what this rank updates or holds of it. Exactly: without comm hooks.
+
+    *Collective* where a rank has a part only: every rank; sends `(F-1)/F · P` elements.
+
+    Args:
+        part: `buffer.flow.updated_numel` or `buffer.flow.param_numel` elements.
+    """
+    if part.numel() == buffer.flow.updated_numel:
+        part = start_join(part, buffer, mesh, label=GATHER).wait()
+    return start_gather(part, buffer, mesh, CommHooks()).wait()
+
+
 def _map(
     tree: Any,
     specs: Any,

@@ -14,15 +14,13 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.collectives import GATHER
 from fzero.comms.failures import meet
-from fzero.plans.comm_hooks import CommHooks
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, in_memory
 from fzero.storage.shard_io import own_shard
-from fzero.verbs import start_gather, start_join
+from fzero.verbs import gather_flat
 from sharding import Replicated, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
@@ -104,11 +102,9 @@ class _Flat(NamedTuple):
         mesh = step.runtime.mesh
         call = f"reading {buffer.key!r} in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)"
         meet(call, mesh.world)
-        if (
-            self.spec.spec != buffer.params.spec
-        ):  # a shard of what is updated, which may be less than a rank's parameters
-            held = start_join(own_shard(held, buffer, mesh.shard), buffer, mesh, label=GATHER).wait()
-        return start_gather(held, buffer, mesh, CommHooks()).wait()  # exactly, whatever hooks the step has
+        if self.spec.spec != buffer.params.spec:
+            held = own_shard(held, buffer, mesh.shard)
+        return gather_flat(held, buffer, mesh)
 
     def read(self, name: str) -> Tensor:
         """The entries of one parameter, in fp32 or wider. *Collective* if sharded."""

@@ -36,6 +36,7 @@ from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.file_tensor import handles_of
 from fzero.storage.shard_io import BufferPool
+from fzero.verbs import gather_flat
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
@@ -230,7 +231,4 @@ class StepRuntime:
         """
         shards = self.offload.transfer(self.scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
-            if flat.numel() != buffer.padded_numel:
-                spec = buffer.row.optimizer if buffer.key in state.master else buffer.row.params
-                flat = self.mesh.all_gather(flat, self.mesh.axes_of(spec))
-            yield unflatten(flat, buffer.layout)
+            yield unflatten(gather_flat(flat, buffer, self.mesh), buffer.layout)

@@ -13,6 +13,7 @@ from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.storage.file_tensor import FileTensor
+from fzero.verbs import gather_flat
 from sharding.views import torch_dtype
 
 
@@ -78,8 +79,7 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
             if not has_met:
                 meet("TrainStep.with_weights", run.mesh.world)
                 has_met = True
-            full = run.mesh.all_gather(narrow, run.mesh.axes_of(buffer.row.optimizer))
-            narrow = run.builder.cut(full, buffer.params)
+            narrow = run.builder.cut(gather_flat(narrow, buffer, run.mesh), buffer.params)
         params[key] = narrow.to(home.device)
     return state._replace(master=master, params=params)
 
