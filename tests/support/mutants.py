@@ -8,9 +8,9 @@ Half of the faults are chosen (`faults.py`), the others are drawn by operators o
 the same probability, then a place in it, so that nobody chooses the easy ones. The steps:
 
 1. The tests of `make test` run once under coverage (`reached.py`), which says which tests reach which line.
-2. For each fault the tests that reach its line run in a copy of the tree, the quickest of each file first; the first failure
-   ends it. A run that hangs is a failure.
-3. What survives meets the long tests of the files that reach it.
+2. For each fault tests that reach its line run in a copy of the tree, the quickest of each file first, for some minutes; the first
+   failure ends it. A run that hangs is a failure.
+3. What survives meets the other tests that reach it, then the long tests of their files.
 
 Results are in out/mutants/report.md, and in out/mutants/results.json as they come: a run that was interrupted goes on there.
 """
@@ -373,17 +373,20 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) 
     return "" if code in (0, 5) else (failed[0] if failed else f"exit {code}")
 
 
-def try_one(mutant: Mutant, tree: Path, reached: Reached, *, tries_long: bool) -> Result:
+def try_one(mutant: Mutant, tree: Path, reached: Reached, *, survived: bool) -> Result:
+    """Tries a fault on the first tests that reach it, or, if it has survived these, on the others and the long ones."""
     file = tree / mutant.path
-    source = file.read_text()
-    tests = within(reached.tests_of(mutant), reached.seconds, SECONDS)
+    source, every = file.read_text(), reached.tests_of(mutant)
+    first = within(every, reached.seconds, SECONDS)
+    tests = every[len(first) :] if survived else first
+    timeout = 60 + 3 * sum(reached.seconds.get(test, 1.0) for test in tests)
     file.write_text(mutant.applied_to(source))
     try:
-        killed = first_failure(tree, tests, QUICK, 60 + 3 * SECONDS) if tests else ""
-        if killed or not tries_long:
-            return Result(killed, num_tests=len(tests))
-        files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
-        return Result(first_failure(tree, files, LONG, 60 + 3 * SECONDS) if files else "", True, len(tests))
+        killed = first_failure(tree, tests, QUICK, timeout) if tests else ""
+        if killed or not survived or not every:
+            return Result(killed, num_tests=len(every))
+        files = list(dict.fromkeys(test.partition("::")[0] for test in every))
+        return Result(first_failure(tree, files, LONG, 60 + 3 * SECONDS), True, len(every))
     finally:
         file.write_text(source)
 
@@ -396,25 +399,23 @@ def copy_tree(into: Path) -> None:
             shutil.copy(ROOT / name, into / name)
 
 
-def run(mutants: Sequence[Mutant], reached: Reached, workers: int, *, tries_long: bool) -> dict[str, Result]:
+def run(mutants: Sequence[Mutant], reached: Reached, workers: int, *, survived: bool) -> dict[str, Result]:
     """Tries each fault, as many at a time as there are cores; results are written as they come."""
     file = OUT / "results.json"
     known = {name: Result(**found) for name, found in json.loads(file.read_text()).items()} if file.exists() else {}
-    left = [
-        mutant for mutant in mutants if mutant.name not in known or (tries_long and not known[mutant.name].killed_by)
-    ]
+    left = [mutant for mutant in mutants if mutant.name not in known or (survived and not known[mutant.name].killed_by)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(workers) as pool, Progress() as progress:
         trees: SimpleQueue[Path] = SimpleQueue()
         for index in range(workers):
             (Path(folder) / str(index)).mkdir()
             copy_tree(Path(folder) / str(index))
             trees.put(Path(folder) / str(index))
-        task = progress.add_task("long tests" if tries_long else "faults", total=len(left))
+        task = progress.add_task("survivors" if survived else "faults", total=len(left))
 
         def one(mutant: Mutant) -> tuple[Mutant, Result]:
             tree = trees.get()
             try:
-                return mutant, try_one(mutant, tree, reached, tries_long=tries_long)
+                return mutant, try_one(mutant, tree, reached, survived=survived)
             finally:
                 trees.put(tree)
 
@@ -457,9 +458,9 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     print("which tests reach which line: runs the tests of `make test` once, if the commit is new", flush=True)
     reached = record(OUT / "reached", args.workers)
-    results = run(mutants, reached, args.workers, tries_long=False)
+    results = run(mutants, reached, args.workers, survived=False)
     survivors = [mutant for mutant in mutants if not results[mutant.name].killed_by]
-    results |= run(survivors, reached, args.workers, tries_long=True)
+    results |= run(survivors, reached, args.workers, survived=True)
     text = report(mutants, results)
     (OUT / "report.md").write_text(text)
     console, table = Console(), Table("survivor", "before", "after")
