@@ -211,7 +211,6 @@ class ForwardBackward:
                 yield
             finally:
                 self._status = "running"
-            self._forget_leaves()
             self._events.execute(self._scheduler.take_part())
             self._let_go()
 

@@ -8,8 +8,8 @@ Half of the faults are chosen (`faults.py`), the others are drawn by operators o
 the same probability, then a place in it, so that nobody chooses the easy ones. The steps:
 
 1. The tests of `make test` run once under coverage (`reached.py`), which says which tests reach which line.
-2. For each fault tests that reach its line run in a copy of the tree, the quickest of each file first, for some minutes; the first
-   failure ends it. A run that hangs is a failure.
+2. For each fault tests that reach its line run in a copy of the tree for some minutes, the quickest of each file first; the
+   first failure ends it. A run that hangs is a failure.
 3. What survives meets the other tests that reach it, then the long tests of their files.
 
 Results are in out/mutants/report.md, and in out/mutants/results.json as they come: a run that was interrupted goes on there.
