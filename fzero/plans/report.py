@@ -74,7 +74,11 @@ def _sizes(nbytes: Mapping[str, int]) -> str:
 
 
 def _human(nbytes: float) -> str:
-    """Bytes in the largest decimal unit below them."""
+    """Bytes in the largest decimal unit up to them.
+
+    >>> _human(999), _human(1000), _human(2.5e9)
+    ('999 B', '1 kB', '2.50 GB')
+    """
     for unit in ("B", "kB", "MB"):
         if nbytes < 1000:
             return f"{nbytes:.3g} {unit}"

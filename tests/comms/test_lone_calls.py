@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest.mock import patch
 
@@ -55,6 +57,17 @@ def call_alone(calls: list[tuple[str, str, int]], folder: str) -> list[str]:
         assert torch.isfinite(metrics.loss)
         fzero.save(state, folder, step=step)
     return messages
+
+
+def test_a_rank_that_comes_a_little_later_is_asked_nothing() -> None:
+    store = dist.HashStore()
+    early, late = (meeting.Meeting(store, rank, lambda rank: False) for rank in range(2))
+    waiting = Thread(target=early, args=("a call", "all", range(2), 30.0))
+    waiting.start()
+    time.sleep(0.1 * meeting.MOMENT)
+    late("a call", "all", range(2), 30.0)
+    waiting.join()
+    assert not store.check(["asks"])
 
 
 def other_weights_alone() -> None:
