@@ -327,6 +327,13 @@ def test_gradients_divided_before_the_sum_do_not_overflow_fp16(ranks: RankPool) 
     assert [overflow for overflow, _ in ranks(2, _overflows, {"gradient_predivide_factor": 1})] == [1.0, 1.0]
 
 
+def test_a_sum_of_gradients_is_divided_nowhere() -> None:
+    """Half of 2^-24, the smallest number in fp16, would be 0."""
+    fp16 = {"fp16": {"enabled": True, "loss_scale": 1, "auto_cast": True}, "gradient_allreduce_op": "sum"}
+    step = fzero.make_train_step(Steep(), config(0, clip=0.0) | fp16)
+    assert step(step.init(), torch.tensor([2.0**-24]))[1].grad_norm == 2.0**-24
+
+
 class Counts(nn.Module):
     """The loss is `weight · x + y`, with dropout; a buffer counts the forwards."""
 
