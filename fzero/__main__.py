@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fzero import Config, ConfigWarning
 from fzero.checkpoint import convert_deepspeed, export, export_deepspeed
-from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, profile_model, told
+from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, print_result, profile_model
 from fzero.config.conflicts import values
 from fzero.config.table import reference, table
 from fzero.profiling import machine as machine_report
@@ -57,7 +57,7 @@ def show_config(arguments: list[str]) -> int:
             cfg = Config.load(given.file)
         return table(cfg), _as_dict(cfg)
 
-    return told(make, given.json)
+    return print_result(make, given.json)
 
 
 def _as_dict(cfg: Config) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def export_weights(arguments: list[str]) -> int:
             "files": {path: size[0] for path, size in written.items()},
         }
 
-    return told(make, given.json)
+    return print_result(make, given.json)
 
 
 def _files_in(folder: str) -> dict[str, tuple[int, int]]:
@@ -143,7 +143,7 @@ def show_machine(arguments: list[str]) -> int:
             raise ValueError(str(error)) from error
         return machine_report.table(found), asdict(found)
 
-    return told(make, given.json)
+    return print_result(make, given.json)
 
 
 def convert(arguments: list[str]) -> int:
@@ -159,7 +159,7 @@ def convert(arguments: list[str]) -> int:
         made = str(convert_deepspeed(given.dir, given.out))
         return made, {"checkpoint": made}
 
-    return told(make, given.json)
+    return print_result(make, given.json)
 
 
 COMMANDS = {

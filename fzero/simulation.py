@@ -203,7 +203,7 @@ class VmapRanks(LockstepRanks):
 
     Args:
         compile: the backend that captures the step; None captures nothing.
-        way: `"vmap"`, or `"either"`: the ranks run in lockstep from the first step that `torch.vmap` cannot run.
+        by: `"vmap"`, or `"either"`: the ranks run in lockstep from the first step that `torch.vmap` cannot run.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class VmapRanks(LockstepRanks):
         compile: BackendName | None = None,
         *,
         mesh: Mesh | None = None,
-        way: Literal["vmap", "either"] = "vmap",
+        by: Literal["vmap", "either"] = "vmap",
     ) -> None:
         super().__init__(recipe, world_size, mesh=mesh)
         if self.steps[0].runtime.offload.has_files:
@@ -221,14 +221,14 @@ class VmapRanks(LockstepRanks):
                 f"by: must be 'lockstep' where state is in files, got 'vmap' with "
                 f"{next(n for n, p in self.plan.placements.items() if p.kind == 'nvme')} there; pass by='lockstep'"
             )
-        self._way: Literal["vmap", "either", "lockstep"] = way
+        self._runs_by: Literal["vmap", "either", "lockstep"] = by
         self._backend = compile
         self._stacked = Stacked(self.plan.mesh, self.plan.axes)
         self.one_step = self._make(compile)
 
     @property
     def is_in_lockstep(self) -> bool:
-        return self._way == "lockstep"
+        return self._runs_by == "lockstep"
 
     @property
     def program(self) -> GraphProgram:
@@ -285,12 +285,12 @@ class VmapRanks(LockstepRanks):
                 raise  # an update that has begun must not run again
             first_line = textwrap.shorten(str(error).partition("\n")[0], 300)
             reason = f"simulate: torch.vmap cannot run this step for all ranks at once: {first_line}"
-            if self._way == "vmap":
+            if self._runs_by == "vmap":
                 raise VmapError(f"{reason}; by='lockstep' runs any model, and reports other errors") from error
         # The iterator's micro-batches are taken already. An error in lockstep, too, is not vmap's, and is raised unchanged.
         result = super().__call__(state, iter(micro_batches))
         warnings.warn(f"{reason}; the ranks run in lockstep, which takes longer", stacklevel=2)
-        self._way = "lockstep"
+        self._runs_by = "lockstep"
         return result
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
@@ -353,7 +353,7 @@ def simulate(
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
         return LockstepRanks(step.recipe, world_size, mesh=mesh)
     try:
-        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, way=by or "either")
+        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, by=by or "either")
     except ConfigError as error:  # of what no graph can hold
         if by == "vmap":
             raise

@@ -151,15 +151,15 @@ def kinds_of(plan: Plan) -> dict[str, dict[str, Any]]:
     return kinds
 
 
-def stored_starts(told: Mapping[str, Any], numbers: Mapping[str, float | int]) -> dict[str, int]:
+def stored_starts(kinds: Mapping[str, Any], numbers: Mapping[str, float | int]) -> dict[str, int]:
     """When the optimizer state of each trained parameter began, as a number that is equal where the counters are equal.
 
     Args:
-        told, numbers: the results of `kinds_of` and `numbers_by_name`.
+        kinds, numbers: the results of `kinds_of` and `numbers_by_name`.
     """
     found: dict[str, int] = {}
     known: dict[str, int] = {}
-    for name, kept in told.items():
+    for name, kept in kinds.items():
         if kept is not None:
             keys = ((path, key_of(path, name)) for path in kept["keeps"])
             # As text, because NaN != NaN.
@@ -243,14 +243,14 @@ def parts_of_own(rank: int, own: Mapping[str, TensorSpec], stored: Mapping[str, 
     return [StoredSlice.whole(*of_one) for of_one in wanted if stored.get(of_one[0]) == of_one[1]]
 
 
-def check_kinds(plan: Plan, told: Mapping[str, Any]) -> None:
+def check_kinds(plan: Plan, kinds: Mapping[str, Any]) -> None:
     """Raises ValueError unless all parameters are stored, and those trained in both jobs have the same kind of state."""
     for name, now in kinds_of(plan).items():
-        if name not in told:
+        if name not in kinds:
             raise ValueError(
                 f"load: parameter {name!r} must be in the checkpoint, and is not; load it with the model that was saved"
             )
-        before = told[name]
+        before = kinds[name]
         if now != before and now is not None and before is not None:
             words = [f"{state['kind']}({', '.join(state['keeps'])})" for state in (before, now)]
             raise ValueError(

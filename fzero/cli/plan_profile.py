@@ -118,7 +118,7 @@ def plan_model(arguments: list[str]) -> int:
     for flag in ("nvme", "host", "disk"):
         if getattr(given, flag) is not None and given.fit is None:
             parser.error(f"--{flag} says where something may fit: give --fit BYTES beside it")
-    return told(lambda: _plan(given), given.json)
+    return print_result(lambda: _plan(given), given.json)
 
 
 RATES = {
@@ -143,25 +143,25 @@ def _machine(given: argparse.Namespace) -> MachineModel:
 
 def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     found = named(given.model)
-    batch, told_batch = _batch(given, found, given.world)
+    batch, batch_text = _batch(given, found, given.world)
     how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
     if given.fit is None:
         compared = compare_plans(found.model, given.config, **how)
         if given.picture:
-            _draw(given.picture, f"{found.told}, {compared.given}", compared[compared.given].step)
-        return _under(found, told_batch, compared), _told(found, told_batch) | compared.as_dict()
+            _draw(given.picture, f"{found.description}, {compared.given}", compared[compared.given].step)
+        return _under(found, batch_text, compared), _subject(found, batch_text) | compared.as_dict()
     host, disk = (inf if nbytes is None else nbytes for nbytes in (given.host, given.disk))
     how |= {"device_nbytes": given.fit, "host_nbytes": host, "disk_nbytes": disk, "nvme_path": given.nvme}
     fitting = fit(found.model, given.config, **how)
     if fitting.best is None:
         print_report(fitting, stderr=True)
-    data = _told(found, told_batch) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
+    data = _subject(found, batch_text) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
     if given.out:
         with _writing("--out", given.out):
             fitting.save(given.out)
     if given.picture and fitting.best is not None:
-        _draw(given.picture, f"{found.told}, {fitting.best.name}", fitting.best.column.step)
-    return _under(found, told_batch, fitting), data
+        _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.column.step)
+    return _under(found, batch_text, fitting), data
 
 
 def profile_model(arguments: list[str]) -> int:
@@ -176,12 +176,12 @@ def profile_model(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     if not given.sample and given.sequence is None:
         parser.error("give a batch: --sequence T (and --batch B), or --sample pkg.mod:fn")
-    return told(lambda: _profile(given), given.json)
+    return print_result(lambda: _profile(given), given.json)
 
 
 def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     found = named(given.model)
-    batch, told_batch = _batch(given, found)
+    batch, batch_text = _batch(given, found)
     try:
         batch = optree.tree_map(lambda x: _with_values(x, given.device), batch)
         model = filled(found.model, given.device)
@@ -193,9 +193,11 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
     except (RuntimeError, AssertionError) as error:  # of torch: no such device, no memory, a batch that does not fit
-        raise ModelError(f"profile: {found.told} on {given.device!r} gave {type(error).__name__}: {error}") from error
+        raise ModelError(
+            f"profile: {found.description} on {given.device!r} gave {type(error).__name__}: {error}"
+        ) from error
     report = made.report(module_depth=given.depth, top_modules=given.top)
-    return _under(found, told_batch, report), _told(found, told_batch) | made.as_dict()
+    return _under(found, batch_text, report), _subject(found, batch_text) | made.as_dict()
 
 
 def _with_values(x: Any, device: str) -> Any:
@@ -230,11 +232,13 @@ def _batch(given: argparse.Namespace, found: Named, world_size: int | None = Non
 
 
 def _under(found: Named, batch: str, report: Any) -> RenderableType:
-    return Group(Text(", ".join(filter(None, (found.told, batch)))), "", report)  # else `models:heart:` is a picture
+    return Group(
+        Text(", ".join(filter(None, (found.description, batch)))), "", report
+    )  # else `models:heart:` is a picture
 
 
-def _told(found: Named, batch: str) -> dict[str, Any]:
-    return {"model": found.told} | ({"batch": batch} if batch else {})
+def _subject(found: Named, batch: str) -> dict[str, Any]:
+    return {"model": found.description} | ({"batch": batch} if batch else {})
 
 
 def _draw(path: str, title: str, step: DryRun) -> None:
@@ -255,7 +259,7 @@ def _writing(flag: str, path: str) -> Iterator[None]:
         raise ModelError(f"{flag}: must be a file that can be written, got {path!r} ({error}); pass another") from error
 
 
-def told(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: bool) -> int:
+def print_result(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_json: bool) -> int:
     """Prints the result as text or JSON and returns 0; an error is one line on stderr, and 1."""
     try:
         with warnings.catch_warnings(record=True) as caught:

@@ -75,8 +75,8 @@ def GatheredParameters(
     if modifier_rank is not None:
         for name, value in values.items():
             label = Label("other", name)
-            told = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)
-            engine.state = with_weight(engine.train_step, engine.state, name, told)
+            agreed = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)
+            engine.state = with_weight(engine.train_step, engine.state, name, agreed)
         return
     changed = [name for name, value in values.items() if _fingerprint(value) != before[name]]
     for rank, of_rank in enumerate(collectives.exchange(changed, axis, label=Label("other"))):

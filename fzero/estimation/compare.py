@@ -194,7 +194,7 @@ class Comparison:
             table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
         if any(one.tokens for one in columns):
             table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
-        notes = [f"{one.name}: {one.step.told}." for one in columns if one.name == self.given]
+        notes = [f"{one.name}: {one.step.description}." for one in columns if one.name == self.given]
         notes += [f"{one.name}: {one.note}" for one in columns if one.note]
         notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
         if not has_batch:

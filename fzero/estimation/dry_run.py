@@ -1,7 +1,7 @@
 """`dry_run`: the bytes that a rank holds over an eager step, and the step's duration, computed without tensors.
 
     run = dry_run(plan, trace_activations(model, cfg, batch))
-    print(run.told, run.timeline)     # the peak; compute, gathers, reductions and streams, and which waits for which
+    print(run.description, run.timeline)     # the peak; compute, gathers, reductions and streams, and which waits for which
 
 A dry run executes the events of an eager step's unit scheduler on a trace of the model: it gathers and releases units, fills and
 reduces full gradients, and transfers offloaded state. At every moment it sums the bytes of working buffers and activations,
@@ -92,7 +92,7 @@ class DryRun:
         return max(row.held.get(name, 0) for row in self.rows)
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """The peak in words: its size, when it is, and what it consists of."""
         scale, unit = scale_of(self.nbytes)
         parts = sorted(self.at_peak.items(), key=lambda part: -part[1])

@@ -106,7 +106,7 @@ class Fit:
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
         note = [best.column.note] if best.column.note else []
-        return Group(table, "", fastest, f"{best.column.step.told}.", *self.notes, *note)
+        return Group(table, "", fastest, f"{best.column.step.description}.", *self.notes, *note)
 
     def __str__(self) -> str:
         return as_text(self)

@@ -46,7 +46,7 @@ class Named:
         return sum(param.numel() for param in self.model.parameters())
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """Its description in words."""
         scale, letter = next((s, n) for n, s in reversed(SCALES.items()) if self.num_params >= s or s == 1)
         return f"{self.what}: {self.num_params / scale:.4g}{letter} parameters"
@@ -58,7 +58,7 @@ def named(word: str) -> Named:
     Raises:
         ModelError: the word names none, or the model cannot be built.
 
-    >>> named("350M").told
+    >>> named("350M").description
     'a plain GPT of 17 blocks, width 1152, vocabulary 32000: 344.7M parameters'
     """
     if match := COUNT.fullmatch(word.strip()):

@@ -94,8 +94,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         kwargs["gradient_accumulation_plugin"].sync_each_batch = True  # the engine knows when gradients are reduced
-        told: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        return told | {"mixed_precision": "no", "deepspeed_plugin": None}
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        return arguments | {"mixed_precision": "no", "deepspeed_plugin": None}
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         if self._created_lr_scheduler:

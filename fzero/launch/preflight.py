@@ -49,7 +49,7 @@ class Answer:
         return self.python, self.torch, self.fzero
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         return f"python {self.python}, torch {self.torch}, fzero {self.fzero}"
 
 
@@ -88,12 +88,12 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
     """
     stops = [f"{host.name}: {answer}" for host, answer in zip(hosts, answers) if isinstance(answer, str)]
     warnings: list[str] = []
-    told = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, Answer)]
-    for host, answer in told:
-        first_host, first = told[0]
+    answers_given = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, Answer)]
+    for host, answer in answers_given:
+        first_host, first = answers_given[0]
         stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
         if answer.versions != first.versions:
-            stops.append(f"{host.name}: {answer.told}; {first_host.name} has {first.told}")
+            stops.append(f"{host.name}: {answer.description}; {first_host.name} has {first.description}")
         if abs(answer.clock_error) > CLOCKS:
             ahead = "ahead" if answer.clock_error > 0 else "behind"
             warnings.append(f"{host.name}: its clock is {abs(answer.clock_error):.1f} s {ahead}")

@@ -67,8 +67,8 @@ class Supervised:
         for line in stream:
             _, report, failure = line.partition(REPORT)
             if report:
-                told = json.loads(failure)
-                self.failures.append(Failure(**told | {"lines": tuple(told["lines"])}))
+                found = json.loads(failure)
+                self.failures.append(Failure(**found | {"lines": tuple(found["lines"])}))
             else:
                 with suppress(BrokenPipeError):  # of our own reader; the job goes on
                     to.write(line)

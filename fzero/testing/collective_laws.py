@@ -218,9 +218,9 @@ def _has_another_form(declared: Declared, example: Rounds) -> str | None:
     for rank, _, round_ in _run(declared, example).each():
         forms = (("gather", round_.full, numel * example.world_size), ("reduce_scatter", round_.sum, numel))
         for name, found, expected in forms:
-            told = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
-            if told != ((expected,), dtype):
-                return f"{name} gives {told} on rank {rank}, where ({expected},) and {dtype} is meant"
+            form = (tuple(found.shape), found.dtype) if isinstance(found, Tensor) else found
+            if form != ((expected,), dtype):
+                return f"{name} gives {form} on rank {rank}, where ({expected},) and {dtype} is meant"
     return None
 
 
@@ -295,8 +295,8 @@ def _state_changes_form(declared: Declared, example: Rounds) -> str | None:
 
 def _form(state: Any) -> list[tuple[str, Any]]:
     leaves = optree.tree_leaves(state)
-    told = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
-    return list(zip(leaf_names(state), told, strict=True))
+    kinds = [(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else type(x).__name__ for x in leaves]
+    return list(zip(leaf_names(state), kinds, strict=True))
 
 
 @COLLECTIVE_LAWS.law(
@@ -326,9 +326,9 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
     itemsize = torch_dtype(example.dtype).itemsize
     exact = 2 * (example.world_size - 1) * example.shard_numel * itemsize * example.num_rounds
     for rank, (sent, nbytes) in enumerate(zip(run.sent, run.sent_nbytes, strict=True)):
-        told = sum(one.nbytes for one in sent)
-        if told != nbytes:
-            return f"rank {rank} sends {nbytes} bytes and tells axis.observe of {told}"
+        recorded = sum(one.nbytes for one in sent)
+        if recorded != nbytes:
+            return f"rank {rank} sends {nbytes} bytes and tells axis.observe of {recorded}"
         if nbytes > exact and example.shard_numel >= LARGE:
             return f"rank {rank} sends {nbytes} bytes, the exact collectives {exact}"
     return None

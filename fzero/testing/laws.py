@@ -59,9 +59,9 @@ def try_law(law: Law[Subject, Example], subject: Subject, name: str, max_example
         except Exception as error:  # the subject is the user's code
             fault, cause = f"it raises {type(error).__name__}: {error}", error
         if fault:
-            told = f"{name}: {law.sentence}. Found that {fault}. {title}: {example}. {law.fix}"
-            faults.append((told, cause))
-            raise AssertionError(told) from cause
+            text = f"{name}: {law.sentence}. Found that {fault}. {title}: {example}. {law.fix}"
+            faults.append((text, cause))
+            raise AssertionError(text) from cause
 
     # Derandomized: a check that passes today passes tomorrow. Nothing is kept on disk.
     @settings(

@@ -273,8 +273,8 @@ class TrainingMachine(RuleBasedStateMachine):
         raise_first("every tensor is as the specs say", *self._faults(fault))
         specs = optree.tree_leaves(self.step.specs)
         for spec, x in zip(specs, optree.tree_leaves(self.state), strict=True):
-            told = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
-            raise_first("every tensor lives where the specs say", told)
+            mismatch = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
+            raise_first("every tensor lives where the specs say", mismatch)
 
     def all_ranks_agree_on_what_they_all_hold(self) -> None:
         def fault(spec: TensorSpec, x_W: Tensor) -> str | None:
@@ -297,8 +297,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def gather_gives_what_the_ranks_hold(self) -> None:
         full, held = self.step.gather(self.state), self.weights()
         for key, name in self.step.steps[0].runtime.stored_names.items():
-            fault = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
-            raise_first("gather gives what the ranks hold, by the model's own names", fault)
+            mismatch = None if torch.equal(full[key], held[name].to(full[key].dtype)) else f"{key} is another"
+            raise_first("gather gives what the ranks hold, by the model's own names", mismatch)
 
     def counts_and_loss_scale_are_those_of_a_plain_process(self) -> None:
         scale, plain = self.state.loss_scale, self.plain.loss_scale
@@ -306,9 +306,9 @@ class TrainingMachine(RuleBasedStateMachine):
         expected = [self.plain.num_updates, plain.scale, plain.left, plain.num_good]
         if not plain.rules.dynamic:
             found, expected = found[:2], expected[:2]
-        told = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
+        mismatch = f"(updates, scale, hysteresis, good steps) are {found}, not {expected}"
         law = "an overflow makes no update, and the loss scale is DeepSpeed's"
-        raise_first(law, told if found != expected else None)
+        raise_first(law, mismatch if found != expected else None)
 
     # --- parts of rules ------------------------------------------------------------------------------------------
 
@@ -411,8 +411,8 @@ class TrainingMachine(RuleBasedStateMachine):
             end = "skip" if found.overflow else "update"
         except FloatingPointError as error:
             end, found = "error", error
-        told = f"{end} with {found}, but {expected}" if expected.end != end else None
-        raise_first("a step ends as that of a plain process", told)
+        mismatch = f"{end} with {found}, but {expected}" if expected.end != end else None
+        raise_first("a step ends as that of a plain process", mismatch)
         if isinstance(found, Metrics):
             self._check_metrics(found, expected)
         else:
@@ -432,8 +432,8 @@ class TrainingMachine(RuleBasedStateMachine):
             pairs["grad_norm"] = (metrics.grad_norm, expected.norm)
         for name, (found, value) in pairs.items():
             is_near = near(found.item(), value, max(expected.rounding, 1e-5))
-            told = None if is_near else f"{name} is {found.item()}, not {value}"
-            raise_first("metrics are those of a plain process", told)
+            mismatch = None if is_near else f"{name} is {found.item()}, not {value}"
+            raise_first("metrics are those of a plain process", mismatch)
 
     def _compare(self, *, rounding: float, norm: float) -> None:
         """Raises unless weights and optimizer state equal the oracle's, up to `rounding` times the gradient's norm."""
@@ -450,8 +450,8 @@ class TrainingMachine(RuleBasedStateMachine):
     def _faults(self, fault: Callable[[TensorSpec, Tensor], str | None]) -> Iterator[str | None]:
         """The faults of the state's tensors, without the random states, which differ between ranks."""
         specs, state = (tree._replace(rng={}) for tree in (self.step.specs, self.held))
-        told = None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
-        raise_first("the state is as the specs say", told)
+        mismatch = None if names_of(specs) == names_of(state) else f"it has {names_of(state)}"
+        raise_first("the state is as the specs say", mismatch)
         for name, spec, x_W in zip(names_of(specs), optree.tree_leaves(specs), optree.tree_leaves(state)):
             found = fault(spec, x_W)
             yield f"{name} {found}" if found else None

@@ -174,16 +174,16 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
     if structure != placed:
         return f"init makes {structure} and specs tells of {placed}"
     names = [accessor.codify("state") for accessor in structure.accessors()]
-    for name, leaf, told in zip(names, leaves, specs, strict=True):
-        if leaf is None and told is None:
+    for name, leaf, described in zip(names, leaves, specs, strict=True):
+        if leaf is None and described is None:
             continue
-        if not isinstance(leaf, Tensor) or not isinstance(told, TensorSpec):
-            return f"{name} is a {type(leaf).__name__} and its spec a {type(told).__name__}"
+        if not isinstance(leaf, Tensor) or not isinstance(described, TensorSpec):
+            return f"{name} is a {type(leaf).__name__} and its spec a {type(described).__name__}"
         made = tuple(leaf.shape), dtype_name(leaf.dtype)
-        if made != (told.local_shape(world_size), told.dtype):
-            return f"init makes {name} with shape and dtype {made} and specs tells of {told}"
-        if told.placement != spec.placement:
-            return f"specs puts {name} on {told.placement} and its parameter is on {spec.placement}"
+        if made != (described.local_shape(world_size), described.dtype):
+            return f"init makes {name} with shape and dtype {made} and specs tells of {described}"
+        if described.placement != spec.placement:
+            return f"specs puts {name} on {described.placement} and its parameter is on {spec.placement}"
     return None
 
 

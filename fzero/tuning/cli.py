@@ -22,7 +22,7 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from fzero import ConfigError
-from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, told
+from fzero.cli.plan_profile import nbytes as bytes_of, parser_of, positive, print_result
 from fzero.config.autotuning import ABOUT_MODELS, Autotuning, autotuning
 from fzero.config.files import changed, read
 from fzero.estimation.compare import Keys
@@ -93,7 +93,7 @@ def tune(arguments: list[str], *, then_run: bool = False) -> int:
         return tuned, tuned.as_dict()
 
     try:
-        code = told(made, given.json)
+        code = print_result(made, given.json)
     except KeyboardInterrupt:
         print("fzero: stopped; the same command resumes with the results so far", file=sys.stderr)
         return 130
@@ -260,8 +260,8 @@ _Show = Callable[[str, int, int], None]  # (what, number of runs before it, the 
 def _shown() -> Iterator[_Show]:
     """Shows on stderr the current run and the time left; prints one line per run if stderr is no terminal."""
     console = Console(stderr=True, highlight=False)
-    told, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
-    columns = SpinnerColumn(), told, BarColumn(20), left, TimeElapsedColumn()
+    title, left = TextColumn("{task.description}"), TextColumn("{task.fields[left]}")
+    columns = SpinnerColumn(), title, BarColumn(20), left, TimeElapsedColumn()
     began = time.monotonic()
     with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
         task = progress.add_task("", total=1, left="")

@@ -368,7 +368,7 @@ def test_the_peak_is_that_of_the_sum_and_not_the_sum_of_peaks() -> None:
     found = dry_run(fzero.plan(make(Uneven), cfg, world_size=2), trace_activations(make(Uneven), cfg, batch))
     parts = ("gathers", "reductions", "arrivals", "activations")
     assert found.nbytes == sum(found.at_peak.values()) < sum(found.state.values()) + sum(map(found.most, parts))
-    assert found.peak.label in found.told and "activations" in found.told
+    assert found.peak.label in found.description and "activations" in found.description
     labels = [row.label for row in found.rows]
     assert labels[0] == "forward" and labels[-1] == "update"
     assert (
@@ -685,7 +685,9 @@ def test_a_count_gives_a_gpt_of_that_size_to_two_percent(word: str) -> None:
     model: Any = found.model
     assert found.num_params == pytest.approx(wanted, rel=0.02)
     assert all(param.is_meta for param in model.parameters())
-    assert re.search(rf"{len(model.blocks)} blocks?, .* vocabulary {model.embedding.num_embeddings}: ", found.told)
+    assert re.search(
+        rf"{len(model.blocks)} blocks?, .* vocabulary {model.embedding.num_embeddings}: ", found.description
+    )
     assert wanted < 8.4e6 or model.embedding.num_embeddings == VOCABULARY
 
 
