@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
+from fzero.runtime.forwards import Forwards
 from fzero.runtime.loss import LossRules
 
 NUM_STEPS = 4
@@ -236,3 +237,15 @@ def test_a_bad_weight_is_told() -> None:
         _one_step(vectors(0), lambda model, batch: (weighted(model, batch)[0], -1))
     with pytest.raises(ValueError, match="its weights must not all be 0 in a step"):
         _one_step(vectors(0), lambda model, batch: (weighted(model, batch)[0], 0))
+
+
+def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() -> None:
+    forwards = Forwards()
+    forwards.begin("train", frozenset())
+    forwards.last.visits["a"] += 1
+    assert forwards.last_alone == {0: {"a": 1}}
+    forwards.begin("train", frozenset())
+    assert forwards.last_alone is None  # of which of the two?
+    forwards.go_back(keeps=True)
+    forwards.begin("train", frozenset())
+    assert forwards.last_alone is None  # of this one, or of the graph that is kept?
