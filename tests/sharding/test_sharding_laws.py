@@ -117,6 +117,12 @@ def test_an_order_and_its_inverse_undo_each_other(order):
     assert declaration(len(order)).apply(items) == items
 
 
+def test_an_order_of_fewer_than_no_items_is_refused():
+    for make, name in ((declaration, "declaration"), (lambda length: round_robin(length, 2), "round_robin")):
+        with pytest.raises(ValueError, match=f"{name}: length must be an integer of at least 0, got -1"):
+            make(-1)
+
+
 # Layout
 
 

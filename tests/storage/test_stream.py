@@ -423,3 +423,12 @@ def test_memory_does_not_grow_with_the_state(tmp_path: Path) -> None:
     assert state >= 3 * limit > 3 * ROOM and resident < state
     print(f"{state:,} bytes of state, {limit:,} allowed, {resident:,} resident at the peak")
     assert "can't allocate memory" in train("memory").stderr, "the limit holds"
+
+
+def test_a_mover_that_has_failed_moves_nothing_more() -> None:
+    mover, part = DeviceMover({"a": torch.zeros(4)}, "cpu"), SubGroup(("a",), 0, 4)
+    mover.fetch(part)()
+    mover.fail(OSError("no more"))
+    for call in (mover.fetch, mover.write_back, lambda part: mover.check([part], 1), lambda _: mover.fence()):
+        with pytest.raises(RuntimeError, match="no more"):
+            call(part)
