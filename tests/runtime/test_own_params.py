@@ -112,6 +112,8 @@ class ByMethods(Model):
     def use(self, x: Tensor) -> Tensor:
         assert isinstance(self.get_parameter("a.weight"), nn.Parameter)
         assert isinstance(self.a.weight, nn.Parameter) and not isinstance(self.a.weight * 1, nn.Parameter)
+        own = self.a._parameters
+        assert own.get("weight") is self.a.weight and own.get("absent", "none") == "none"
         self.tied = self.a.weight
         swapped = torch.func.functional_call(self.a, {"weight": self.b.weight}, (x,))
         return self.b(torch.tanh(self.a(x) + F.linear(x, self.tied) + swapped))
