@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -36,13 +36,7 @@ class Init(AbstractContextManager["Init"]):
         pass
 
 
-@contextmanager
-def GatheredParameters(
-    params: Tensor | Iterable[Tensor],
-    modifier_rank: int | None = None,
-    fwd_module: nn.Module | None = None,
-    enabled: bool = True,
-) -> Iterator[None]:
+class GatheredParameters(AbstractContextManager[None]):
     """Inside, the parameters are full: copies, in every stage.
 
     *Collective:* every rank, with the same parameters, to enter and to leave.
@@ -53,8 +47,28 @@ def GatheredParameters(
             raises on all ranks when one of them has changed a value.
         enabled: False does nothing.
     """
-    given = [params] if isinstance(params, Tensor) else list(params)
-    engine = next(filter(None, map(engine_of, given)), None) if enabled else None
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor],
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self._given = ([params] if isinstance(params, Tensor) else list(params)) if enabled else []
+        self._modifier_rank = modifier_rank
+
+    def __enter__(self) -> None:
+        self._inside = _gathered(self._given, self._modifier_rank)  # a new one for each `with`
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+
+
+@contextmanager
+def _gathered(given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
+    engine = next(filter(None, map(engine_of, given)), None)
     if engine is None:
         yield
         return

@@ -475,3 +475,17 @@ def test_an_engine_tells_its_settings_by_the_names_of_deepspeed() -> None:
     assert engine.get_lr() == [0.25]
     with pytest.raises(ValueError, match=r"^module_state_dict: keep_vars must be False"):
         engine.module_state_dict(keep_vars=True)
+
+
+def test_gathered_parameters_may_be_entered_again_and_subclassed() -> None:
+    class Mine(deepspeed.zero.GatheredParameters):
+        pass
+
+    engine = fzero.initialize(model=make(Net), config=settings(3))[0]
+    bias = engine.module.head.bias
+    gathered = Mine(bias, modifier_rank=0)
+    for value in (1.0, 2.0):
+        with gathered:
+            bias.data.fill_(value)
+        with gathered:
+            assert (bias.detach() == value).all()
