@@ -313,8 +313,8 @@ def _engine_that_drifts(stage: int, when: str) -> str:
         if when == "before the backward":
             train_once(1, before=rank / 16)
         elif when == "between backward and step":  # the ranks meet again in the next backward
-            train_once(1, between=rank / 16)
-            train_once(2, before=-rank / 16)
+            train_once(1, between=(rank + 1) / 16)
+            train_once(2, before=-(rank + 1) / 16)
         else:
             group["weight_decay"] += rank
             train_once(1)
@@ -330,7 +330,7 @@ def _engine_that_drifts(stage: int, when: str) -> str:
         ),
         (
             "between backward and step",
-            r"learning rate after 1 updates, used in the last update: .*'0.03125'.*'0.09375'",
+            r"learning rate after 1 updates, used in the last update: .*'0.09375'.*'0.15625'",
         ),
         ("other weight decay", r"hyper-parameters: .*'group 0 .*weight_decay=0.1.*on rank 0.*weight_decay=1.1"),
     ],
