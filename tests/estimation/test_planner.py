@@ -726,7 +726,7 @@ def test_models_are_found_by_file_class_and_path(tmp_path: Path) -> None:
         json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **tiny})
     )
     of_file, of_folder = named(str(tmp_path / "config.json")), named(str(tmp_path))
-    assert of_file.num_params == of_folder.num_params < 100_000 and "LlamaForCausalLM" in of_file.told
+    assert of_file.num_params == of_folder.num_params < 100_000 and "LlamaForCausalLM" in of_file.description
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **tiny}))
     assert named(str(tmp_path)).num_params == of_file.num_params, "by its type"
     assert named("test_planner:make_even").num_params == 3 * 256**2
