@@ -1,7 +1,7 @@
 """On how many examples is a law tried?
 
-The profile `fzero`, of `make test-all`, tries 50 of a law that says nothing. Of every law `short`, of `make test`, tries two
-fifths as many, and `nightly` ten times as many. `HYPOTHESIS_PROFILE` names the profile.
+The profile `fzero`, of `make test-all`, tries 50 of a law that says nothing. Of every law `short`, of `make test`, tries a
+fifth as many, and `nightly` ten times as many. `HYPOTHESIS_PROFILE` names the profile.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from hypothesis import settings
 
 settings.register_profile("fzero", deadline=None, max_examples=50)
-settings.register_profile("short", deadline=None, max_examples=20)
+settings.register_profile("short", deadline=None, max_examples=10)
 settings.register_profile("nightly", deadline=None, max_examples=500, print_blob=True)
 # Before a test module makes settings of its own, which take from the profile what they leave out.
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fzero"))
