@@ -240,12 +240,16 @@ class VmapRanks(LockstepRanks):
         """Raises unless `state` is a state of all ranks."""
         self.steps[0].runtime.check_state(unstacked(state, self.world_size)[0])  # other rows have the same shapes
 
+    def one_rank(self) -> TrainStep:
+        """The step of a single rank, without processes."""
+        own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
+        return TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+
     def _make(self, compile: BackendName | None) -> TrainStep:
         """A step of all ranks at once."""
         from fzero.graph.program import GraphProgram
 
-        own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
-        step = TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
+        step = self.one_rank()
         program = GraphProgram.make(step.runtime, compile, self._stacked, until="update")
         step.runtime = replace(step.runtime, runs=program)
         return step

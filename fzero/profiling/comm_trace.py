@@ -218,7 +218,7 @@ def trace_comm(step: TrainStep | LockstepRanks, state: TrainState[Tensor], batch
         raise ValueError(f"trace_comm: step {rule}, got {type(step).__name__}; pass the result of one")
     if isinstance(step, VmapRanks) and not step.is_in_lockstep:
         step.check_state(state)
-        return plan_comm(step.one_step, step.batches_of(batch)[0])
+        return plan_comm(step.one_rank(), step.batches_of(batch)[0])
     if isinstance(step, TrainStep) and isinstance(step.runtime.ranks, AbstractAxis):
         raise ValueError(
             f"trace_comm: the step must be of ranks that exist, got one on {step.runtime.ranks}; use plan_comm(step, batch), "

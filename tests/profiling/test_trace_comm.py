@@ -216,7 +216,6 @@ def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_mov
     assert told(planned, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving + 5 * 4, number)])
 
 
-@pytest.mark.long
 def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
     step, planned = on_paper(Plain, vectors, config(3), fzero.comms.AbstractAxis("data", 3, backend="gloo"))
     ranks = fzero.simulate(step, by="vmap")
