@@ -28,6 +28,8 @@ from sharding.views import dtype_name, torch_dtype
 
 OWN = {"Adafactor": "fzero.optim.adafactor", "Muon": "fzero.optim.muon"}
 """Classes whose update depends on full parameters, and the transforms that replace them here."""
+TRIAL_RATE = 0.5
+"""In a trial, the value of each hyperparameter that is a tensor."""
 
 
 class TorchState(NamedTuple, Generic[Leaf]):
@@ -70,15 +72,16 @@ def torch_optimizer(name_or_class: str | type[Optimizer], **params: Any) -> Tran
             f"{cls.__name__}: needs a closure that runs the model several times within a step, and a transform of gradients "
             f"has none; choose another class"
         )
-    transform, params = torch_transform(cls, params), _with_rates(params, 0.5)
+    tried = _with_rates(params, TRIAL_RATE)
+    checked = torch_transform(cls, tried)
     try:
-        _check_keeps_to_its_state(cls, params)
+        _check_keeps_to_its_state(cls, tried, checked)
         # The classes of PyTorch treat all steps alike, so that a short trial is enough.
         trials = (SHORT_TRIAL,) if cls.__module__.startswith("torch.optim") else TRIALS
-        check_trials(torch_transform(cls, params), trials, name=cls.__name__)
+        check_trials(checked, trials, name=cls.__name__)
     except ValueError as error:
         raise ValueError(f"{error}; use {own} in its place" if own else str(error)) from None
-    return transform
+    return torch_transform(cls, params)
 
 
 def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
@@ -87,7 +90,7 @@ def torch_transform(cls: type[Optimizer], params: dict[str, Any]) -> Transform:
 
     @cache
     def trial_state(dtype: torch.dtype) -> TorchState[Tensor]:
-        return _trial(cls, _with_rates(params, 0.5), dtype)[1][-1]
+        return _trial(cls, _with_rates(params, TRIAL_RATE), dtype)[1][-1]
 
     def init(param: Tensor) -> TorchState[Tensor]:
         trial = trial_state(param.dtype)
@@ -237,7 +240,7 @@ def _trial(cls: type[Optimizer], params: dict[str, Any], dtype: torch.dtype) -> 
     return owned.detach(), states
 
 
-def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any]) -> None:
+def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any], transform: Transform) -> None:
     """Raises unless a new optimizer with the old one's state makes the same steps as the old one."""
     expected, states = _trial(cls, params, torch.float32)
     kinds = [{name: (x.shape, x.dtype) for part in state[1:] for name, x in part.items()} for state in states]
@@ -246,7 +249,6 @@ def _check_keeps_to_its_state(cls: type[Optimizer], params: dict[str, Any]) -> N
             f"{cls.__name__}: its state must have the same names and shapes after every step, but changes from "
             f"{sorted(kinds[0])} to {sorted(kinds[-1])}; choose another class"
         )
-    transform = torch_transform(cls, params)
     param, grads = trial_tensors(torch.float32)
     with torch.random.fork_rng(devices=[]):
         state = transform.init(param)
