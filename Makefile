@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml
 demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-test: env lint  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
+test: env  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
 	HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not long and not nightly" $(ARGS)
 
 test-all: env  ## the long tests, and the property tests with more examples; the last lines compare times with budgets

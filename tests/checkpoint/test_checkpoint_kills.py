@@ -108,7 +108,7 @@ def killed_job(folder: Path, trial: int, first: int, victim: int, calls_left: in
         process.join()
 
 
-@pytest.mark.parametrize("num_kills", [8, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("num_kills", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_a_job_that_is_killed_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path: Path, num_kills: int) -> None:
     """After a random time, or so many calls of the operating system, of which rank 0 makes about 22 in a save."""
     draw, saved = random.Random(0), tmp_path / "saved"

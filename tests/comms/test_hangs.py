@@ -120,6 +120,7 @@ def test_a_rank_in_an_endless_loop_of_c_is_named_with_its_stack(jobs: dict[str, 
     assert job.ranks[VICTIM].poll() is None, "the signal has ended the rank"
 
 
+@pytest.mark.long
 def test_a_rank_that_skips_a_collective_is_named_with_what_both_wait_for(jobs: dict[str, Job]) -> None:
     ends = [output_of(jobs["skips"], rank) for rank in range(2)]
     assert sum("fzero: the stack of" in stacks for stacks, _ in ends) == 1  # printed by the first rank to ask
