@@ -1,8 +1,8 @@
-"""`fzero.deepspeed.install()`: from then on `import deepspeed` gives fzero.deepspeed, here and in the processes started from here.
+"""`fzero.deepspeed.install()`: from then on `import deepspeed` is fzero.deepspeed, here and in processes started from here.
 
-1. A finder stands before Python's own: `deepspeed.a.b` is the module `fzero.deepspeed.a.b`, the same object. Where fzero has no
-   such module and DeepSpeed has, its names are those of fzero with the same origin in DeepSpeed, or stand-ins that raise when used
-   (`fzero.deepspeed.missing`). Modules and names that DeepSpeed has not either raise as usual.
+1. A finder stands before Python's own: `deepspeed.a.b` is the module `fzero.deepspeed.a.b`, the same object. Where fzero lacks
+   a module of DeepSpeed's, its names are those of fzero with the same origin in DeepSpeed, or stand-ins that raise when they are
+   used (`fzero.deepspeed.missing`). Modules and names that DeepSpeed does not have either raise as usual.
 2. The folder `alias_path` is on the module search path of this process and, by PYTHONPATH, of its children. There
    `importlib.metadata` finds DeepSpeed's version, and children find a module `deepspeed` that calls `install`.
 3. The command `deepspeed` of that folder is first on the PATH.
@@ -14,9 +14,10 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib import import_module, util
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from pkgutil import walk_packages
@@ -71,34 +72,39 @@ def find(module: str, name: str) -> Any:
 
 
 def own_object(where: Origin, name: str) -> tuple[Any] | None:
-    """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none."""
-    for theirs, owns in backing().items():
+    """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none.
+
+    >>> own_object(Origin("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
+    (<class 'fzero.deepspeed.zero.Init'>,)
+    """
+    for theirs in backing():
         for given in dict.fromkeys((where.name, name)):
-            if origin(theirs, given) == where:
-                for own in owns:
-                    if (found := _attribute(import_module(own), given)) is not None:
-                        return found
+            if origin(theirs, given) == where and (found := own_attribute(theirs, given)) is not None:
+                return found
     return None
 
 
-_before: dict[str, Callable[[str], Any]] = {}
+def own_attribute(theirs: str, name: str) -> tuple[Any] | None:
+    """What fzero's modules for a module of DeepSpeed have under a name themselves."""
+    for own in backing().get(theirs, ()):
+        module = import_module(own)
+        if name in vars(module):
+            return (vars(module)[name],)
+        getter = _before[own] if own in _before else vars(module).get("__getattr__")
+        if getter is not None:
+            with suppress(AttributeError):
+                return (getter(name),)
+    return None
+
+
+_before: dict[str, Callable[[str], Any] | None] = {}
 """Each module's own `__getattr__`, which `fall_back` has replaced."""
-
-
-def _attribute(module: ModuleType, name: str) -> tuple[Any] | None:
-    if name in vars(module):
-        return (vars(module)[name],)
-    try:
-        return (_before[module.__name__](name),)
-    except (KeyError, AttributeError):
-        return None
 
 
 def fall_back(module: ModuleType, theirs: str) -> None:
     """Gives a module of fzero the other names of DeepSpeed's module."""
     before: Callable[[str], Any] | None = vars(module).get("__getattr__")
-    if before is not None:
-        _before[module.__name__] = before
+    _before[module.__name__] = before
 
     def __getattr__(name: str) -> Any:
         error = AttributeError(f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6")
@@ -131,7 +137,8 @@ class OwnModule(Loader):
     def get_code(self, name: str) -> CodeType | None:
         """The code for `python -m`."""
         spec = util.find_spec(self.own)
-        return spec.loader.get_code(self.own) if spec and hasattr(spec.loader, "get_code") else None
+        loader = spec.loader if spec is not None else None
+        return loader.get_code(self.own) if isinstance(loader, InspectLoader) else None
 
 
 class MissingModule(Loader):
@@ -205,7 +212,7 @@ def install(*, announce: bool | None = None) -> None:
     is_ours = present is None or getattr(present, "__file__", None) == str(FOLDER / "deepspeed.py")
     if not is_ours:
         raise RuntimeError(
-            f"fzero.deepspeed.install: must come before `import deepspeed`, and DeepSpeed has been imported from "
+            f"install: must come before `import deepspeed`, and DeepSpeed has been imported from "
             f"{getattr(present, '__file__', None)}; call it at the top of the script, or start the script with "
             f"fzero run --as-deepspeed"
         )
@@ -218,7 +225,11 @@ def install(*, announce: bool | None = None) -> None:
     inherited = str(FOLDER) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _extend_paths()
     if (not inherited if announce is None else announce) and os.environ.get("RANK", "0") == "0":
-        print("fzero: `import deepspeed` is fzero.deepspeed here and in processes started here", file=sys.stderr, flush=True)
+        print(
+            "fzero: `import deepspeed` is fzero.deepspeed here and in processes started here",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _extend_paths() -> None:

@@ -15,6 +15,8 @@ from fzero.deepspeed.names import Origin, modules
 
 KERNELS = "fzero needs no compiled operators; leave it out"
 DATA_PARALLEL = "every rank has the whole model in turn: use ZeRO stage 3, and offload where memory is short"
+SERVE = "engine.module.generate generates between updates; serve exported weights (fzero export) with another program"
+SEQUENCES = "use shorter sequences or activation checkpointing; sequence parallelism needs DeepSpeed"
 
 INSTEAD = {
     "deepspeed": "docs/deepspeed.md lists what fzero has",
@@ -28,15 +30,14 @@ INSTEAD = {
     "deepspeed.datastates": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.elasticity": 'use the block "elasticity" of the configuration',
     "deepspeed.env_report": "use fzero env",
-    "deepspeed.inference": "engine.module.generate generates between updates; serve exported weights (fzero export) with another program",
-    "deepspeed.init_inference": "engine.module.generate generates between updates; serve exported weights (fzero export) with "
-    "another program",
+    "deepspeed.inference": SERVE,
+    "deepspeed.init_inference": SERVE,
     "deepspeed.io": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.launcher": "use fzero run",
     "deepspeed.linear": "use an adapter library such as peft; ZeRO stage 3 shards frozen weights",
     "deepspeed.model_implementations": "use the model of its library",
     "deepspeed.module_inject": DATA_PARALLEL,
-    "deepspeed.moe": "experts in ordinary modules are trained data-parallel, as all parameters are; expert parallelism needs DeepSpeed",
+    "deepspeed.moe": "ordinary modules of experts are trained data-parallel, as all others are; expert parallelism needs DeepSpeed",
     "deepspeed.monitor": 'use the blocks "csv_monitor" and "tensorboard" of the configuration',
     "deepspeed.nebula": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.nvme": "fzero env --path measures a disk",
@@ -49,7 +50,7 @@ INSTEAD = {
     "deepspeed.ops.transformer": "use torch.nn.functional.scaled_dot_product_attention in an ordinary module",
     "deepspeed.pipe": f"pipelines need DeepSpeed; here {DATA_PARALLEL}",
     "deepspeed.profiling": 'use the block "flops_profiler" of the configuration, or fzero.profiling',
-    "deepspeed.runtime": "the configuration and the engine's methods do what it is for, where fzero does it (docs/deepspeed.md)",
+    "deepspeed.runtime": "the configuration and the engine do what it is for, where fzero does it (docs/deepspeed.md)",
     "deepspeed.runtime.activation_checkpointing": "use deepspeed.checkpointing.checkpoint",
     "deepspeed.runtime.checkpoint_engine": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.runtime.data_pipeline": "choose the batches in the script's own loader",
@@ -58,13 +59,13 @@ INSTEAD = {
     "deepspeed.runtime.hybrid_engine": "engine.module.generate generates between updates, on the engine of deepspeed.initialize",
     "deepspeed.runtime.pipe": f"pipelines need DeepSpeed; here {DATA_PARALLEL}",
     "deepspeed.runtime.rollout": "engine.module.generate generates between updates",
-    "deepspeed.runtime.sequence_parallel": "use shorter sequences, activation checkpointing, or torch's context parallelism",
+    "deepspeed.runtime.sequence_parallel": SEQUENCES,
     "deepspeed.runtime.superoffload": 'use "offload_optimizer": {"device": "cpu"} of the configuration',
     "deepspeed.runtime.swap_tensor": 'use "offload_optimizer" and "offload_param" with "device": "nvme" of the configuration',
     "deepspeed.runtime.tensor_parallel": DATA_PARALLEL,
     "deepspeed.runtime.zenflow": 'use "offload_optimizer": {"device": "cpu"} of the configuration',
-    "deepspeed.runtime.zero": 'use the block "zero_optimization" of the configuration, and engine.train_step.plan to see what it does',
-    "deepspeed.sequence": "use shorter sequences, activation checkpointing, or torch's context parallelism",
+    "deepspeed.runtime.zero": 'use the block "zero_optimization" of the configuration; engine.train_step.plan shows what it does',
+    "deepspeed.sequence": SEQUENCES,
     "deepspeed.tp_model_init": DATA_PARALLEL,
 }
 """What to do instead of a module's names, or of one name; the longest prefix counts."""
@@ -91,7 +92,9 @@ def stand_in(origin: Origin) -> Any:
     """What `from deepspeed… import name` gives for a name that fzero has nothing for: one object for each origin."""
     if origin.kind == "constants":
         return modules()[origin.module].constants[origin.name]
-    make: Callable[[Origin], Any] = {"functions": _function, "classes": _class, "errors": _error}.get(origin.kind, Missing)
+    make: Callable[[Origin], Any] = {"functions": _function, "classes": _class, "errors": _error}.get(
+        origin.kind, Missing
+    )
     return make(origin)
 
 
@@ -144,6 +147,11 @@ class Missing:
         if name.startswith("__"):
             raise AttributeError(name)
         raise AttributeError(self.__doc__)
+
+    def __or__(self, other: Any) -> Any:
+        return Any  # in annotations
+
+    __ror__ = __or__
 
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(self.__doc__)

@@ -85,7 +85,9 @@ def origin(module: str, name: str, *, within: frozenset[tuple[str, str]] = froze
         if not original:
             return Origin(source, "", "modules")
         found = origin(source, original, within=within | {(module, name)})
-        return found or Origin(source, original, "values")  # DeepSpeed imports it from a library by way of another module
+        return found or Origin(
+            source, original, "values"
+        )  # DeepSpeed imports it from a library by way of another module
     if f"{module}.{name}" in modules():
         return Origin(f"{module}.{name}", "", "modules")
     for source in entry.stars:

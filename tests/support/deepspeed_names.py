@@ -1,7 +1,4 @@
-"""Records the names of the installed DeepSpeed, and writes docs/deepspeed_names.md.
-
-    python tests/support/deepspeed_names.py          # the record and the page
-    python tests/support/deepspeed_names.py --page   # the page alone; DeepSpeed is not needed
+"""Records the names of the installed DeepSpeed in fzero/deepspeed/names.json: `python tests/support/deepspeed_names.py`.
 
 The record is read from DeepSpeed's source with `ast`, so none of its modules is imported. Per module it has the functions,
 classes, exceptions, values, constants with their literal values, and the names imported from other modules of DeepSpeed.
@@ -11,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -21,7 +17,6 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 RECORD = ROOT / "fzero" / "deepspeed" / "names.json"
-PAGE = ROOT / "docs" / "deepspeed_names.md"
 
 
 @dataclass
@@ -146,7 +141,9 @@ def add_imports(names: Names, node: ast.ImportFrom, module: str, known: dict[str
 
 def recorded() -> dict[str, Names]:
     """The names of every module of the installed DeepSpeed."""
-    (package,) = {Path(str(f.locate())).parent for f in metadata.files("deepspeed") or () if str(f) == "deepspeed/__init__.py"}
+    (package,) = {
+        Path(str(f.locate())).parent for f in metadata.files("deepspeed") or () if str(f) == "deepspeed/__init__.py"
+    }
     known = source_of(package)
     found = {module: read(module, path, known) for module, path in known.items()}
     for path in (package / "ops" / "op_builder").glob("*.py"):  # its __init__ makes a name of every builder
@@ -178,5 +175,4 @@ def as_json(found: dict[str, Names]) -> str:
 
 
 if __name__ == "__main__":
-    if "--page" not in sys.argv:
-        RECORD.write_text(as_json(recorded()))
+    RECORD.write_text(as_json(recorded()))
