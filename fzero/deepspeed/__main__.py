@@ -2,6 +2,7 @@
 
 torchrun --nproc-per-node 2 -m fzero.deepspeed script.py args…
 torchrun --nproc-per-node 2 -m fzero.deepspeed -m package.module args…
+python -m fzero.deepspeed --no_python accelerate launch script.py args…
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 
 from fzero.deepspeed.alias import install
 
-USAGE = "usage: python -m fzero.deepspeed [-m] script.py args…"
+USAGE = "usage: python -m fzero.deepspeed [-m | --no_python] script.py args…"
 
 
 def main(words: list[str]) -> None:

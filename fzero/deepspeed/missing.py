@@ -37,7 +37,7 @@ INSTEAD = {
     "deepspeed.linear": "use an adapter library such as peft; ZeRO stage 3 shards frozen weights",
     "deepspeed.model_implementations": "use the model of its library",
     "deepspeed.module_inject": DATA_PARALLEL,
-    "deepspeed.moe": "ordinary modules of experts are trained data-parallel, as all others are; expert parallelism needs DeepSpeed",
+    "deepspeed.moe": "ordinary modules of experts are trained data-parallel, as all are; expert parallelism needs DeepSpeed",
     "deepspeed.monitor": 'use the blocks "csv_monitor" and "tensorboard" of the configuration',
     "deepspeed.nebula": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.nvme": "fzero env --path measures a disk",
