@@ -38,7 +38,7 @@ INTERNAL = {f"{OWN}.{name}" for name in ("__main__", "alias", "alias_path", "mis
 
 @cache
 def backing() -> Mapping[str, tuple[str, ...]]:
-    """fzero's modules for each of DeepSpeed's; two where fzero has `zero` as well as `runtime.zero`.
+    """fzero's modules for each of DeepSpeed's, the one of the same name first; two where fzero has `zero` as well as `runtime.zero`.
 
     >>> backing()["deepspeed.runtime.zero"]
     ('fzero.deepspeed.runtime.zero', 'fzero.deepspeed.zero')
@@ -53,7 +53,7 @@ def backing() -> Mapping[str, tuple[str, ...]]:
         if theirs not in modules() and where is not None and where.kind == "modules":
             theirs = where.module  # such as deepspeed.zero, which is deepspeed.runtime.zero
         found[theirs] = (*found.get(theirs, ()), own)
-    return found
+    return {theirs: tuple(sorted(owns, key=lambda own: own != f"fzero.{theirs}")) for theirs, owns in found.items()}
 
 
 def find(module: str, name: str) -> Any:

@@ -136,7 +136,7 @@ for name, module in [*sys.modules.items()]:
         assert sys.modules["deepspeed." + name.split(".", 2)[2]] is module, name
 assert pp.Init is zero.Init and deepspeed.runtime.zero.GatheredParameters is zero.GatheredParameters
 assert checkpointing is deepspeed.checkpointing and same is PipelineModule
-assert deepspeed.comm.comm.all_reduce is torch.distributed.all_reduce and TRAIN_BATCH_SIZE == "train_batch_size"
+assert deepspeed.comm.comm.all_reduce is deepspeed.comm.all_reduce and TRAIN_BATCH_SIZE == "train_batch_size"
 assert deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam is deepspeed.ops.adam.DeepSpeedCPUAdam
 assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine and issubclass(ElasticityError, Exception)
 assert hasattr(deepspeed, "init_inference") and not hasattr(deepspeed, "intialize") and not hasattr(deepspeed.moe.layer, "MOE")
