@@ -38,7 +38,7 @@ INTERNAL = {f"{OWN}.{name}" for name in ("__main__", "alias", "alias_path", "mis
 
 @cache
 def backing() -> Mapping[str, tuple[str, ...]]:
-    """fzero's modules for each of DeepSpeed's, the one of the same name first; two where fzero has `zero` as well as `runtime.zero`.
+    """fzero's modules for each of DeepSpeed's, the one of the same name first; `runtime.zero` has two, for it is `zero`, too.
 
     >>> backing()["deepspeed.runtime.zero"]
     ('fzero.deepspeed.runtime.zero', 'fzero.deepspeed.zero')
