@@ -26,6 +26,7 @@ HELP = """usage: fzero [run] [flags] script.py args…   start a script in many 
 ZeRO as pure functions on PyTorch
 
   run       start a script in many processes           fzero run --num_procs 2 train.py
+                                                       fzero run --as-deepspeed ds_train.py
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
   tune      the fastest configuration of a script      fzero tune --num_procs 2 train.py --config c.json
@@ -181,7 +182,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(HELP)
         return 0 if words else 2
     command = COMMANDS.get(words[0])
-    near = get_close_matches(words[0], COMMANDS, 1)
+    near = [] if words[0].startswith("-") else get_close_matches(words[0], COMMANDS, 1)
     if command is None and near and not Path(words[0]).exists():
         print(f"fzero: {words[0]!r} is no command and no file; did you mean fzero {near[0]}?", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
 """DeepSpeed's names for fzero's functions: `import fzero.deepspeed as deepspeed`.
 
 Thin modules in DeepSpeed's own layout, implemented in other rooms. A name that is missing here has no counterpart in fzero.
+After `install()` a script's own `import deepspeed` gives this package (`fzero.deepspeed.alias`).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from typing import NoReturn
 
 from fzero.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
 from fzero.deepspeed.accelerator import get_accelerator
+from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
 from fzero.deepspeed.utils import log_dist, logger
 from fzero.engine.engine import Engine
@@ -20,6 +22,9 @@ DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer
 __version__ = "0.19.6"
 """The version of DeepSpeed whose keys and methods these are."""
+
+__version_major__, __version_minor__, __version_patch__ = 0, 19, 6
+__git_hash__ = __git_branch__ = "[none]"
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -50,6 +55,7 @@ __all__ = [
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "install",
     "log_dist",
     "logger",
     "ops",

@@ -64,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add("--master_port", type=port, metavar="P", help=where)
     add("--module", "-m", action="store_true", help="the script is the name of a module")
     add("--no_python", action="store_true", help="the script is a program of its own")
+    add("--as_deepspeed", action="store_true", help="`import deepspeed` is fzero.deepspeed in the ranks")
     add("--enable_each_rank_log", metavar="DIR", help="keep what each rank writes in this folder")
     # the choice of hosts, and lost ones
     lines = f"lines of 'host slots=N' (default {HOSTFILE}, if it is there)"
@@ -144,6 +145,9 @@ def program_of(given: argparse.Namespace) -> tuple[str, ...]:
     """The command of every rank."""
     if given.no_python and given.module:
         raise LaunchError("--no_python and --module exclude each other: a module is run by python")
+    if given.as_deepspeed:
+        flag = ("--no_python",) if given.no_python else ("-m",) if given.module else ()
+        return (sys.executable, "-u", "-m", "fzero.deepspeed", *flag, given.script, *given.args)
     before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
     return (*before, given.script, *given.args)
 

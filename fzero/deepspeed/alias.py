@@ -1,0 +1,249 @@
+"""`fzero.deepspeed.install()`: from then on `import deepspeed` is fzero.deepspeed, here and in processes started from here.
+
+1. A finder stands before Python's own: `deepspeed.a.b` is the module `fzero.deepspeed.a.b`, the same object. Where fzero lacks
+   a module of DeepSpeed's, its names are those of fzero with the same origin in DeepSpeed, or stand-ins that raise when they are
+   used (`fzero.deepspeed.missing`). Modules and names that DeepSpeed does not have either raise as usual.
+2. The folder `alias_path` is on the module search path of this process and, by PYTHONPATH, of its children. There
+   `importlib.metadata` finds DeepSpeed's version, and children find a module `deepspeed` that calls `install`.
+3. The command `deepspeed` of that folder is first on the PATH.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from importlib import import_module, util
+from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from pkgutil import walk_packages
+from types import CodeType, ModuleType
+from typing import Any
+
+from fzero.deepspeed.missing import message, stand_in
+from fzero.deepspeed.names import ROOT, Origin, modules, names_of, origin, submodules
+
+OWN = "fzero.deepspeed"
+FOLDER = Path(__file__).with_name("alias_path")
+PYTHON = "FZERO_PYTHON"
+"""The variable with the interpreter of the command `deepspeed`."""
+
+INTERNAL = {f"{OWN}.{name}" for name in ("__main__", "alias", "alias_path", "missing", "names")}
+"""The modules of the alias itself, which have no names of DeepSpeed."""
+
+
+@cache
+def backing() -> Mapping[str, tuple[str, ...]]:
+    """fzero's modules for each of DeepSpeed's, the one of the same name first; `runtime.zero` has two, for it is `zero`, too.
+
+    >>> backing()["deepspeed.runtime.zero"]
+    ('fzero.deepspeed.runtime.zero', 'fzero.deepspeed.zero')
+    """
+    found: dict[str, tuple[str, ...]] = {ROOT: (OWN,)}
+    package = import_module(OWN)
+    for own in sorted(info.name for info in walk_packages(package.__path__, f"{OWN}.")):
+        if own in INTERNAL or own.startswith(f"{OWN}.alias_path."):
+            continue
+        theirs = own.removeprefix("fzero.")
+        where = origin(ROOT, theirs.removeprefix(f"{ROOT}."))
+        if theirs not in modules() and where is not None and where.kind == "modules":
+            theirs = where.module  # such as deepspeed.zero, which is deepspeed.runtime.zero
+        found[theirs] = (*found.get(theirs, ()), own)
+    return {theirs: tuple(sorted(owns, key=lambda own: own != f"fzero.{theirs}")) for theirs, owns in found.items()}
+
+
+def find(module: str, name: str) -> Any:
+    """What `module.name` of DeepSpeed is here, where fzero's module of that name does not have it.
+
+    Raises:
+        AttributeError: DeepSpeed has no such name either.
+    """
+    where = origin(module, name)
+    if where is None:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6")
+    if where.kind == "modules":
+        return import_module(where.module)
+    own = own_object(where, name)
+    return stand_in(where) if own is None else own[0]
+
+
+def own_object(where: Origin, name: str) -> tuple[Any] | None:
+    """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none.
+
+    >>> own_object(Origin("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
+    (<class 'fzero.deepspeed.zero.Init'>,)
+    """
+    for theirs in backing():
+        for given in dict.fromkeys((where.name, name)):
+            if origin(theirs, given) == where and (found := own_attribute(theirs, given)) is not None:
+                return found
+    return None
+
+
+def own_attribute(theirs: str, name: str) -> tuple[Any] | None:
+    """What fzero's modules for a module of DeepSpeed have under a name themselves."""
+    for own in backing().get(theirs, ()):
+        module = import_module(own)
+        if name in vars(module):
+            return (vars(module)[name],)
+        getter = _before[own] if own in _before else vars(module).get("__getattr__")
+        if getter is not None:
+            with suppress(AttributeError):
+                return (getter(name),)
+    return None
+
+
+_before: dict[str, Callable[[str], Any] | None] = {}
+"""Each module's own `__getattr__`, which `fall_back` has replaced."""
+
+
+def fall_back(module: ModuleType, theirs: str) -> None:
+    """Gives a module of fzero the other names of DeepSpeed's module."""
+    before: Callable[[str], Any] | None = vars(module).get("__getattr__")
+    _before[module.__name__] = before
+
+    def __getattr__(name: str) -> Any:
+        error = AttributeError(f"module {theirs!r} has no attribute {name!r}, here or in DeepSpeed 0.19.6")
+        if before is not None:
+            try:
+                return before(name)
+            except AttributeError as raised:
+                error = raised
+        if origin(theirs, name) is None:
+            raise error
+        return find(theirs, name)
+
+    module.__getattr__ = __getattr__  # type: ignore[method-assign]
+    if submodules(theirs) and "__path__" not in vars(module):
+        module.__path__ = []  # DeepSpeed has a package here, whose modules are then stand-ins
+
+
+class OwnModule(Loader):
+    """Loads a module of DeepSpeed's name as the module of fzero's."""
+
+    def __init__(self, own: str) -> None:
+        self.own = own
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        sys.modules[module.__name__] = import_module(self.own)  # Python returns this one
+
+    def get_code(self, name: str) -> CodeType | None:
+        """The code for `python -m`."""
+        spec = util.find_spec(self.own)
+        loader = spec.loader if spec is not None else None
+        return loader.get_code(self.own) if isinstance(loader, InspectLoader) else None
+
+
+class MissingModule(Loader):
+    """Loads a module of DeepSpeed that fzero has not."""
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        theirs = module.__name__
+        module.__doc__ = message(theirs)
+        public = {name for name in names_of(theirs) if not name.startswith("_")}
+        everything = sorted({*names_of(theirs), *submodules(theirs)})
+
+        def __getattr__(name: str) -> Any:
+            if name == "__all__":
+                return sorted(public)
+            found = find(theirs, name)
+            setattr(module, name, found)
+            return found
+
+        module.__getattr__ = __getattr__  # type: ignore[method-assign]
+        module.__dir__ = lambda: [*vars(module), *everything]  # type: ignore[method-assign]
+
+    def get_code(self, name: str) -> CodeType:
+        """The code for `python -m`: the error in words."""
+        return compile(f"import sys\nsys.exit({message(name)!r})", name, "exec")
+
+
+class Finder(MetaPathFinder):
+    """Finds `deepspeed` and the modules below it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != ROOT and not fullname.startswith(f"{ROOT}."):
+            return None
+        own = _own_name(fullname)
+        if own is not None:
+            return util.spec_from_loader(fullname, OwnModule(own), is_package=True)
+        if fullname in modules():
+            return util.spec_from_loader(fullname, MissingModule(), is_package=modules()[fullname].is_package)
+        return None
+
+
+def _own_name(theirs: str) -> str | None:
+    """fzero's module for a module of DeepSpeed's name."""
+    if theirs in backing():
+        return backing()[theirs][0]
+    own = f"fzero.{theirs}"
+    try:
+        return own if util.find_spec(own) is not None else None
+    except ModuleNotFoundError:  # fzero has no such package above it
+        return None
+
+
+def install(*, announce: bool | None = None) -> None:
+    """Makes `import deepspeed` give fzero.deepspeed, in this process and in those that it starts.
+
+    Call it before other libraries are imported: some ask then whether DeepSpeed is there.
+
+    Args:
+        announce: whether rank 0 prints a line; by default it does, unless a parent process was aliased already.
+
+    Raises:
+        RuntimeError: DeepSpeed itself has been imported.
+    """
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return
+    present = sys.modules.get(ROOT)
+    is_ours = present is None or getattr(present, "__file__", None) == str(FOLDER / "deepspeed.py")
+    if not is_ours:
+        raise RuntimeError(
+            f"install: must come before `import deepspeed`, and DeepSpeed has been imported from "
+            f"{getattr(present, '__file__', None)}; call it at the top of the script, or start the script with "
+            f"fzero run --as-deepspeed"
+        )
+    sys.meta_path.insert(0, Finder())
+    for theirs, owns in backing().items():
+        for own in owns:
+            fall_back(module := import_module(own), theirs)
+            sys.modules[own.removeprefix("fzero.")] = module
+        sys.modules[theirs] = import_module(owns[0])
+    inherited = str(FOLDER) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    _extend_paths()
+    if (not inherited if announce is None else announce) and os.environ.get("RANK", "0") == "0":
+        print(
+            "fzero: `import deepspeed` is fzero.deepspeed here and in processes started here",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _extend_paths() -> None:
+    """Puts the folder first on the search paths of this process and its children, behind a script's own folder."""
+    if str(FOLDER) not in sys.path:
+        sys.path.insert(1, str(FOLDER))
+    root = str(FOLDER.parents[2])
+    is_installed = root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    is_found = not is_installed and root in [os.path.abspath(folder) for folder in sys.path]
+    _put_first("PYTHONPATH", str(FOLDER), *([root] if is_found else []))
+    _put_first("PATH", str(FOLDER / "bin"))
+    os.environ[PYTHON] = sys.executable
+
+
+def _put_first(variable: str, first: str, *last: str) -> None:
+    before = [part for part in os.environ.get(variable, "").split(os.pathsep) if part and part != first]
+    os.environ[variable] = os.pathsep.join([first, *before, *(part for part in last if part not in before)])

@@ -1,0 +1,178 @@
+"""Records the names of the installed DeepSpeed in fzero/deepspeed/names.json: `python tests/support/deepspeed_names.py`.
+
+The record is read from DeepSpeed's source with `ast`, so none of its modules is imported. Per module it has the functions,
+classes, exceptions, values, constants with their literal values, and the names imported from other modules of DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+RECORD = ROOT / "fzero" / "deepspeed" / "names.json"
+
+
+@dataclass
+class Names:
+    """The names of one module of DeepSpeed."""
+
+    is_package: bool
+    functions: set[str] = field(default_factory=set)
+    classes: set[str] = field(default_factory=set)
+    errors: set[str] = field(default_factory=set)
+    values: set[str] = field(default_factory=set)
+    constants: dict[str, Any] = field(default_factory=dict)
+    imported: dict[str, str] = field(default_factory=dict)  # "module:name", or "module" for a module itself
+    stars: list[str] = field(default_factory=list)
+    exported: set[str] | None = None  # __all__
+
+    def all_names(self) -> set[str]:
+        """Every name that the module defines or imports from DeepSpeed."""
+        return self.functions | self.classes | self.errors | self.values | {*self.constants} | {*self.imported}
+
+    def forget(self, name: str) -> None:
+        """Removes a name, whatever it is."""
+        for names in (self.functions, self.classes, self.errors, self.values):
+            names.discard(name)
+        self.constants.pop(name, None)
+        self.imported.pop(name, None)
+
+
+def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a module, also inside `if`, `try` and `with`."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.If | ast.Try | ast.With | ast.For):
+            inner = [*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])]
+            yield from statements(inner)
+            for handler in getattr(node, "handlers", []):
+                yield from statements(handler.body)
+
+
+def source_of(package: Path) -> dict[str, Path]:
+    """The file of each module."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+        if module.replace(".", "").isidentifier():
+            found[module] = path
+    return found
+
+
+def assigned(node: ast.stmt) -> list[str]:
+    """The names that a statement assigns to."""
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target]  # type: ignore[attr-defined]
+    return [part.id for target in targets for part in ast.walk(target) if isinstance(part, ast.Name)]
+
+
+def read(module: str, path: Path, known: dict[str, Path]) -> Names:
+    """The names of a module, with its `import *` unresolved."""
+    names = Names(is_package=path.name == "__init__.py")
+    body = ast.parse(path.read_text()).body
+    for node in statements(body):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.forget(node.name)
+            names.functions.add(node.name)
+        elif isinstance(node, ast.ClassDef):
+            names.forget(node.name)
+            is_error = any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+            (names.errors if is_error else names.classes).add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and getattr(node, "value", None) is not None:
+            add_value(names, node, is_plain=node in body)
+        elif isinstance(node, ast.ImportFrom):
+            add_imports(names, node, module, known)
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.asname and alias.name in known:
+                    names.imported[alias.asname] = alias.name
+    return names
+
+
+def add_value(names: Names, node: Any, *, is_plain: bool) -> None:
+    """Records an assignment; its value, if it is a literal number, string or None of an unconditional one."""
+    try:
+        value = ast.literal_eval(node.value)
+    except ValueError:
+        value = ...
+    for name in assigned(node):
+        if name == "__all__" and isinstance(value, list):
+            names.exported = {*value}
+        if name.startswith("__"):
+            continue
+        was_there = name in names.all_names()
+        names.forget(name)
+        is_constant = name.isupper() or isinstance(value, str)  # others are the module's state
+        is_literal = isinstance(node, ast.Assign) and is_constant and isinstance(value, str | int | float | bool | None)
+        if is_literal and is_plain and not was_there and not isinstance(node.targets[0], ast.Tuple):
+            names.constants[name] = value
+        else:
+            names.values.add(name)
+
+
+def add_imports(names: Names, node: ast.ImportFrom, module: str, known: dict[str, Path]) -> None:
+    """Records what a module imports from other modules of DeepSpeed."""
+    package = module.split(".") if names.is_package else module.split(".")[:-1]
+    parents = package[: len(package) - node.level + 1] if node.level else []
+    source = ".".join([*parents, *filter(None, [node.module])])
+    if source.partition(".")[0] != "deepspeed":
+        return
+    for alias in node.names:
+        if alias.name == "*":
+            names.stars.append(source)
+            continue
+        name = alias.asname or alias.name
+        if name.startswith("__"):
+            continue
+        if name in names.functions | names.classes | names.values:
+            continue
+        inner = f"{source}.{alias.name}"
+        names.imported[name] = inner if inner in known else f"{source}:{alias.name}"
+
+
+def recorded() -> dict[str, Names]:
+    """The names of every module of the installed DeepSpeed."""
+    (package,) = {
+        Path(str(f.locate())).parent for f in metadata.files("deepspeed") or () if str(f) == "deepspeed/__init__.py"
+    }
+    known = source_of(package)
+    found = {module: read(module, path, known) for module, path in known.items()}
+    for path in (package / "ops" / "op_builder").glob("*.py"):  # its __init__ makes a name of every builder
+        builders = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
+        found["deepspeed.ops.op_builder"].classes.update(name for name in builders if name.endswith("Builder"))
+    return found
+
+
+def as_json(found: dict[str, Names]) -> str:
+    """The record, with one line per module."""
+    lines = []
+    for module, names in sorted(found.items()):
+        sources = defaultdict(list)
+        for name, source in sorted(names.imported.items()):
+            module_of, _, original = source.partition(":")
+            sources[module_of].append("" if not original else name if original == name else f"{original}:{name}")
+            if not original:
+                sources[module_of][-1] = f":{name}"
+        kinds = {kind: " ".join(sorted(getattr(names, kind))) for kind in ("functions", "classes", "errors", "values")}
+        imported = {source: " ".join(given) for source, given in sorted(sources.items())}
+        entry = {**kinds, "constants": dict(sorted(names.constants.items())), "imported": imported}
+        kept: dict[str, Any] = {"is_package": True} if names.is_package else {}
+        kept |= {"stars": " ".join(dict.fromkeys(names.stars))} if names.stars else {}
+        kept |= {"exported": " ".join(sorted(names.exported))} if names.exported is not None else {}
+        kept |= {kind: value for kind, value in entry.items() if value}
+        lines.append(f"{json.dumps(module)}: {json.dumps(kept)}")
+    version = json.dumps({"version": metadata.version("deepspeed")})[1:-1]
+    return "{" + version + ', "modules": {\n' + ",\n".join(lines) + "\n}}\n"
+
+
+if __name__ == "__main__":
+    RECORD.write_text(as_json(recorded()))
