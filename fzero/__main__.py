@@ -12,11 +12,11 @@ from typing import Any
 
 from rich.table import Table
 
-from fzero import Config, ConfigWarning
+from fzero import ConfigWarning
 from fzero.checkpoint import convert_deepspeed, export, export_deepspeed
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, print_result, profile_model
-from fzero.config.conflicts import values
-from fzero.config.table import reference, table
+from fzero.config.reference import reference
+from fzero.config.table import ShownConfig
 from fzero.profiling import machine as machine_report
 from fzero.tuning.cli import run, tune
 
@@ -43,6 +43,7 @@ def show_config(arguments: list[str]) -> int:
     """What a configuration comes to; 1 when it is wrong."""
     parser = parser_of("config", "what a configuration comes to", "example:\n  fzero config ds_config.json")
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
+    parser.add_argument("--defaults", action="store_true", help="show the keys that the file lacks, too")
     parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
@@ -55,18 +56,14 @@ def show_config(arguments: list[str]) -> int:
     def make() -> tuple[Table, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
-            cfg = Config.load(given.file)
-        return table(cfg), _as_dict(cfg)
+            shown = ShownConfig.load(given.file)
+        return shown.table(defaults=given.defaults), {
+            "values": shown.values(),
+            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict")],
+            "notes": [note._asdict() for note in (*shown.notes, *shown.conflicts)],
+        }
 
     return print_result(make, given.json)
-
-
-def _as_dict(cfg: Config) -> dict[str, Any]:
-    return {
-        "values": {name: value for name, value, _ in values(cfg)},
-        "given": [name for name, _, is_given in values(cfg) if is_given],
-        "notes": [note._asdict() for note in (*cfg.notes, *cfg.conflicts)],
-    }
 
 
 def export_weights(arguments: list[str]) -> int:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from pydantic_core import ErrorDetails
 
 from fzero.config.elasticity import Elasticity
-from fzero.config.fields import Block, Count, Dtype, Number, Rate, block_of, message_of
+from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import ConfigError as ConfigError, read
 from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
@@ -58,7 +58,7 @@ class Config(Block):
     its parameters. None keeps the optimizer's lr."""
     gradient_clipping: Rate = 1.0
     """Largest global 2-norm of the gradient; 0 switches clipping off. The default is DeepSpeed 0.19's."""
-    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], LOWER] = "mean"
     """Whether gradients are averaged over the ranks or added up; stage 3 refuses `sum`, as in DeepSpeed."""
     gradient_norm_type: Literal[2, "inf"] = 2
     """The norm of the gradient that is clipped and reported: 2, or the largest absolute value. fzero's own key."""
@@ -130,8 +130,13 @@ class Config(Block):
                 "fp16.min_loss_scale: must be above 0 where the scale is dynamic, or it falls to 0, got 0; 1 is the default"
             )
         enabled = [name for name in ("fp16", "bf16", "torch_autocast") if getattr(self, name).enabled]
-        if len(enabled) > 1:
-            raise ValueError(f"{enabled[0]}.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off")
+        if "fp16" in enabled and len(enabled) > 1:
+            raise ValueError(f"fp16.enabled: excludes {enabled[1]}.enabled, got true for both; switch one off")
+        if enabled == ["bf16", "torch_autocast"] and self.torch_autocast.dtype != "bfloat16":
+            raise ValueError(
+                f"torch_autocast.dtype: must be 'bfloat16' beside bf16, whose parameters have that dtype, got "
+                f"{self.torch_autocast.dtype!r}; change it, or switch bf16 off"
+            )
         given = self.data_types.param_dtype
         for name, dtype in (("fp16", "float16"), ("bf16", "bfloat16")):
             if name in enabled and given not in (None, dtype):

@@ -155,6 +155,11 @@ RULES: tuple[Rule, ...] = (
         "elasticity sets the batch sizes",
     ),
     ("optimizer.params.lr", _rate_of_scheduler),
+    _when(
+        "optimizer.params.adam_w_mode",
+        lambda v: v.get("optimizer.type") == "AdamW" and not v["optimizer.params.adam_w_mode"],
+        "AdamW always decouples the weight decay; Adam has the mode",
+    ),
     ("scheduler.params.warmup_num_steps", _warmup),
 )
 """For each key the first rule that applies gives the reason."""

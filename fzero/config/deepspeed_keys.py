@@ -53,7 +53,7 @@ ACCEPTED = {
     "zero_optimization.save_muon_momentum_buffer_in_memory": "Muon's momentum is part of the state, where that is placed",
     "zero_optimization.cpu_offload_use_pin_memory": "DeepSpeed ignores it too",
     "zero_optimization.offload_optimizer.fast_init": "init writes the state sub-group by sub-group in any case",
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it is for super_offload, which is refused",
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": "it is for super_offload, whose place the ordinary offload takes",
     "bf16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "bfloat16.immediate_grad_update": "gradients are reduced as soon as a unit has them",
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
@@ -105,13 +105,17 @@ HARMLESS = {
     "flops_profiler": "for the engine (fzero.initialize); for a step call fzero.profiling.profile(model, batch)",
     "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, batch).rows) "
     "of fzero.profiling",
-    **dict.fromkeys(("tensorboard", "csv_monitor"), _ENGINE_WRITES),
-    **dict.fromkeys(("wandb", "comet"), "fzero writes nothing by itself; a step returns its metrics"),
+    **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
     "pipeline": "it is for a PipelineModule, which does not exist here",
     "hybrid_engine": "step.gather gives the weights to generate with",
     "eigenvalue": "it is for quantization, which does not exist here",
-    **dict.fromkeys(("compile", "graph_harvesting"), "the step runs in eager mode"),
+    "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
+    "graph_harvesting": "the step runs in eager mode",
     "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
+    "zero_optimization.offload_optimizer.super_offload": "the offload is the ordinary one, with the same numbers",
+    "activation_checkpointing.partition_activations": "no rank is model-parallel, so that nothing is divided; "
+    "cpu_checkpointing keeps the inputs in host memory",
+    "activation_checkpointing.contiguous_memory_optimization": "it is for partition_activations, which divides nothing here",
 }
 """Keys that fzero does not honour yet and whose absence changes no number, each with the replacement."""
 
@@ -124,17 +128,16 @@ REFUSED = {
     **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training", "sparse_attention"), _REMOVE),
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
     "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
-    "zero_optimization.offload_optimizer.super_offload": _REMOVE,
     "aio.use_gds": "files are read and written through host memory; remove it",
     "zero_optimization.cpu_offload_param": "it must be true, which is offload_param with device 'cpu', or false",
     "zero_optimization.cpu_offload_params": "it must be true, which is offload_param with device 'cpu', or false",
-    "zero_optimization.zenflow": _REMOVE,
-    "zero_optimization.ignore_unused_parameters": "an unused parameter has a gradient of zero; remove it",
+    "zero_optimization.zenflow": "it updates most gradients late, which changes the results; remove it for the ordinary "
+    "offload, offload_optimizer with device 'cpu'",
     "zero_optimization.legacy_stage1": "DeepSpeed refuses it too; remove it",
     "optimizer.params.max_grad_norm": "DeepSpeed refuses it too; use gradient_clipping",
     **dict.fromkeys(("optimizer.params.amsgrad", "optimizer.params.maximize", "optimizer.params.capturable"), _REMOVE),
     **dict.fromkeys(("optimizer.params.differentiable", "optimizer.params.decoupled_weight_decay"), _REMOVE),
-    **dict.fromkeys(("optimizer.params.bias_correction", "optimizer.params.freeze_step"), _REMOVE),
+    "optimizer.params.freeze_step": _REMOVE,
 }
 """Keys that fzero does not honour yet and that would change training, each with the fix."""
 
@@ -143,9 +146,7 @@ NOT_YET = HARMLESS | REFUSED
 OFF: dict[str, Any] = {
     "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
-    "zero_optimization.ignore_unused_parameters": True,
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
-    "optimizer.params.bias_correction": True,
     "checkpoint.tag_validation": "WARN",
     "checkpoint.checkpoint_serialization": True,
     "pipeline.partition": "best",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -10,9 +11,12 @@ from pydantic_core import ErrorDetails
 
 
 def number(value: object) -> object:
-    """An integral float as an int, anything else unchanged; raises a ValueError for a bool."""
+    """An integral float as an int, also one in a string ("5e8"), anything else unchanged; raises a ValueError for a bool."""
     if isinstance(value, bool):
         raise ValueError("must be a number")
+    if isinstance(value, str) and "e" in value.lower():  # YAML reads 5e8 as a string
+        with suppress(ValueError):
+            value = float(value)
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
@@ -34,6 +38,10 @@ Elements = Annotated[int, BeforeValidator(number), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(number)]
 Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
+"""For names in any case, such as `"SUM"`."""
 
 
 class Block(BaseModel):
@@ -63,12 +71,16 @@ def block_of(annotation: Any) -> type[Block] | None:
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None)
 
 
+_DTYPES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+
+
 def _dtype(value: object) -> object:
-    return {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}.get(str(value).lower(), value)
+    name = str(value).lower().removeprefix("torch.")
+    return _DTYPES.get(name, name if name in _DTYPES.values() else value)
 
 
 Dtype = Annotated[Literal["float32", "float16", "bfloat16"], BeforeValidator(_dtype)]
-"""A dtype by torch's name or DeepSpeed's (`fp32`, `fp16`, `bf16`)."""
+"""A dtype by torch's name, with or without `torch.`, or DeepSpeed's (`fp32`, `fp16`, `bf16`, `half`, `float`)."""
 
 
 def problems_of(error: ValidationError, *within: str) -> list[str]:

@@ -20,19 +20,28 @@ if TYPE_CHECKING:
     from fzero.optim.transforms import Transform
 
 
-class AdamWParams(Block):
-    """`optimizer.params` of AdamW; defaults are torch's."""
+class MomentParams(Block):
+    """The hyper-parameters of optimizers with two moments; defaults are torch's."""
 
     lr: Rate = 1e-3
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     eps: Rate = 1e-8
+    weight_decay: Rate = 0.0
+    bias_correction: bool = True
+    """Whether the moments are corrected for their start at zero, as in the paper."""
+
+
+class AdamWParams(MomentParams):
+    """`optimizer.params` of AdamW; defaults are torch's."""
+
     weight_decay: Rate = 0.01
+    adam_w_mode: bool = True
+    """Has no effect, as in DeepSpeed: AdamW always decouples the weight decay."""
 
 
-class AdamParams(AdamWParams):
+class AdamParams(MomentParams):
     """`optimizer.params` of Adam."""
 
-    weight_decay: Rate = 0.0
     adam_w_mode: bool = True
     """True (DeepSpeed's default) decouples the weight decay, as AdamW does."""
 
@@ -73,16 +82,13 @@ class LionParams(Block):
     weight_decay: Rate = 0.0
 
 
-class LambParams(AdamWParams):
+class LambParams(MomentParams):
     """`optimizer.params` of Lamb; defaults are DeepSpeed's."""
 
-    weight_decay: Rate = 0.0
     max_coeff: Rate = 10.0
     """The largest trust ratio."""
     min_coeff: Rate = 0.01
     """The smallest trust ratio."""
-    bias_correction: bool = True
-    """Whether the moments are corrected as in Adam and in the paper."""
 
     @model_validator(mode="after")
     def _in_order(self) -> Self:
@@ -115,8 +121,9 @@ class MuonParams(Block):
     weight_decay: Rate = 0.0
     """Decoupled weight decay of all parameters."""
     ns_steps: Count = 5
-    ns_method: Literal["standard"] = "standard"
-    """Newton-Schulz as in torch.optim.Muon; DeepSpeed's default \"gram\" differs in rounding only."""
+    ns_method: Literal["standard", "gram"] = "standard"
+    """The Newton-Schulz steps: on the matrix in bf16, as torch.optim.Muon; or on its product with itself in fp16 (fp32 on
+    the CPU), which is less work for long matrices. DeepSpeed's default is \"gram\"; the two differ in rounding only."""
     nesterov: bool = True
     adam_lr: Rate | None = None
     """The rate of all other parameters; None is lr. 3e-4 when neither is given."""
@@ -197,6 +204,9 @@ class AdamW(OptimizerBlock):
     type: Literal["AdamW"] = "AdamW"
     params: AdamWParams = AdamWParams()
 
+    def _make(self, values: dict[str, Any], kind: str) -> Transform:
+        return optim.adamw(**{key: value for key, value in values.items() if key != "adam_w_mode"})
+
 
 class Adam(OptimizerBlock):
     type: Literal["Adam"] = "Adam"
@@ -261,7 +271,7 @@ class Muon(OptimizerBlock):
         lr = now if own_lr is None else own_lr * (now / self.params.lr if self.params.lr else 1.0)
         if kind == "adam":
             return optim.adamw(lr, **{key: values[key] for key in ("betas", "eps", "weight_decay")})
-        taken = ("momentum", "weight_decay", "ns_steps", "nesterov", "contents")
+        taken = ("momentum", "weight_decay", "ns_steps", "ns_method", "nesterov", "contents")
         return optim.muon(lr, **{key: values[key] for key in taken})
 
 

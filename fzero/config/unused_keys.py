@@ -105,7 +105,9 @@ def is_off(name: str, value: Any) -> bool:
     (True, False)
     """
     if not isinstance(value, Mapping):
-        return value is None or value == "auto" or value == OFF.get(name, False)
+        words = {"true": True, "false": False}
+        now = words.get(value.lower(), value) if isinstance(value, str) else value
+        return now is None or now == "auto" or now == OFF.get(name, False)
     default = ("enabled", False) if "enabled" in children(name) else None
     switch = SWITCHES.get(name, default)
     if switch is None:
@@ -147,12 +149,19 @@ def _unknown_inside(name: str, value: Any) -> Iterator[str]:
             yield unknown_key(f"{name}.{key}")
 
 
+def _is_number(value: Any) -> bool:
+    try:
+        return float(value) is not None
+    except (TypeError, ValueError):
+        return False
+
+
 _FITS: dict[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
-    "true": lambda value: str(value).lower() == "true",
-    "false": lambda value: str(value).lower() == "false",
+    "true": lambda value: str(value).lower() in ("true", "yes", "on", "1"),
+    "false": lambda value: str(value).lower() in ("false", "no", "off", "0"),
     "a whole number": lambda value: str(value).isdigit() or (isinstance(value, float) and value.is_integer()),
-    "a number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "a number": lambda value: not isinstance(value, bool) and _is_number(value),
     "a text": lambda value: isinstance(value, str),
     "an object": lambda value: isinstance(value, Mapping),
 }

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from operator import not_
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from fzero.config.fields import Beta, Block, Count, Elements, number, only
+from fzero.config.fields import Beta, Block, Count, Elements, number
 from fzero.config.offload import OffloadOptimizer, OffloadParam, if_somewhere
 
 
@@ -84,17 +83,14 @@ class ZeroOptimization(Block):
     offload_param: Annotated[OffloadParam | None, AfterValidator(if_somewhere)] = None
     """Where the shards of parameters live in stage 3; small parameters are on the device in full. None is on the device.
     (`cpu_offload_param: true` is the older form of `device: cpu`.)"""
+    ignore_unused_parameters: bool = True
+    """False makes it an error on all ranks, with the names, that a trained parameter got no gradient on some rank in any
+    micro-step before an update; true gives it a gradient of zero. (DeepSpeed looks only where the optimizer is offloaded in
+    stages 1 and 2.)"""
     sub_group_size: Count | None = None
     """Elements of a flat buffer that are updated at a time where its state lives off the device, rounded up to a multiple of
     2048 (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 updates every flat buffer in one piece; Lamb,
     Adafactor and Muon always do."""
-
-
-_NO_PARTITIONS = (
-    "must be false: it divides the kept inputs over model-parallel ranks, and there is no model-parallel axis; set "
-    "cpu_checkpointing instead to keep them in host memory"
-)
-_NO_CONTIGUOUS_BUFFERS = "must be false: it needs partition_activations, which is refused; leave it out"
 
 
 class ActivationCheckpointing(Block):
@@ -105,7 +101,3 @@ class ActivationCheckpointing(Block):
     is every unit. None checkpoints the units that `make_train_step(checkpoint=...)` names."""
     cpu_checkpointing: bool = False
     """Kept inputs wait in host memory; no effect when nothing is checkpointed, or on the CPU."""
-    partition_activations: Annotated[bool, only(not_, _NO_PARTITIONS)] = False
-    """Refused: there is no model-parallel axis to divide kept inputs over."""
-    contiguous_memory_optimization: Annotated[bool, only(not_, _NO_CONTIGUOUS_BUFFERS)] = False
-    """Refused: it needs `partition_activations`."""

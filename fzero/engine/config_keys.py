@@ -11,6 +11,8 @@ from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.fields import Block, Count, Elements, Number, number, problems_of
+from fzero.config.files import read as read_file
+from fzero.config.unknown_keys import without_unknown
 
 
 class Monitor(Block):
@@ -21,6 +23,35 @@ class Monitor(Block):
     """A folder; if empty, `csv_monitor`, or `runs` for tensorboard."""
     job_name: str = "DeepSpeedJobName"
     """The sub-folder of `output_path`."""
+
+
+class WandbKeys(Block):
+    """DeepSpeed key `wandb`: the same numbers in a run of Weights & Biases; needs the package wandb."""
+
+    enabled: bool = False
+    group: str | None = None
+    """The group of runs."""
+    team: str | None = None
+    """The team or user who owns the run; null is wandb's default."""
+    project: str = "deepspeed"
+
+
+class CometKeys(Block):
+    """DeepSpeed key `comet`: the same numbers in an experiment of Comet; needs the package comet_ml.
+
+    Null is Comet's own setting: from its environment variables, or its file .comet.config.
+    """
+
+    enabled: bool = False
+    samples_log_interval: Elements = 100
+    """The number of samples after which an event is logged again."""
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: Literal["get", "create", "get_or_create"] | None = None
 
 
 class FlopsProfilerKeys(Block):
@@ -103,6 +134,8 @@ class EngineKeys(Block):
     """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
     csv_monitor: Monitor = Monitor()
     tensorboard: Monitor = Monitor()
+    wandb: WandbKeys = WandbKeys()
+    comet: CometKeys = CometKeys()
     checkpoint: CheckpointKeys = CheckpointKeys()
     flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
     comms_logger: CommsLoggerKeys = CommsLoggerKeys()
@@ -111,9 +144,17 @@ class EngineKeys(Block):
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:
     """The configuration of the step, and that of the engine.
 
+    Unknown keys that DeepSpeed ignores, such as those of the top level, are ignored with a warning, which names the nearest key.
+
     Raises:
         ConfigError: one line per invalid field.
     """
+    if isinstance(source, str | Path):
+        source = read_file(source)
+    if isinstance(source, Mapping):
+        source, lines = without_unknown(source)
+        for line in lines:
+            warnings.warn(f"{line} (ignored, as in DeepSpeed)", ConfigWarning, stacklevel=3)
     own = "|".join(EngineKeys.model_fields)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=f"({own}):", category=ConfigWarning)
@@ -134,18 +175,24 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     return cfg, keys
 
 
-_CHECKPOINT_OFF = {
-    "load_universal": False, "use_node_local_storage": False, "checkpoint_serialization": True, "writer": None,
-    "parallel_write": {"pipeline_stage": False},
-}  # fmt: skip
+_CHECKPOINT_OFF = {"load_universal": False, "use_node_local_storage": False}
+"""Keys of `checkpoint` that ask for other files, with the values that do not."""
+_CHECKPOINT_WRITERS = {"checkpoint_serialization": True, "writer": None, "parallel_write": {"pipeline_stage": False}}
+"""Keys of `checkpoint` that choose how files are written, with DeepSpeed's defaults."""
 
 
 def _known(block: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of the block `checkpoint` that the engine honours; raises for others that are not at their defaults."""
+    """The keys of the block `checkpoint` that the engine honours.
+
+    Raises for others that ask for other files, and warns of those that would write them faster.
+    """
     for key, value in block.items():
         if key in _CHECKPOINT_OFF and value not in (_CHECKPOINT_OFF[key], None):
             raise ConfigError(
                 f"checkpoint.{key}: must be {_CHECKPOINT_OFF[key]!r}, got {value!r}: checkpoints are fzero's, which load on any "
                 f"number of ranks; remove it (`fzero import-deepspeed` reads DeepSpeed's)"
             )
+        if key in _CHECKPOINT_WRITERS and value not in (_CHECKPOINT_WRITERS[key], None):
+            text = f"checkpoint.{key}: has no effect: fzero writes checkpoints itself, a file per rank at once; leave it out"
+            warnings.warn(text, ConfigWarning, stacklevel=4)
     return {key: value for key, value in block.items() if key == "tag_validation"}

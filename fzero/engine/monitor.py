@@ -1,4 +1,4 @@
-"""Monitors: functions that write the numbers of a training run to CSV files and to TensorBoard.
+"""Monitors: functions that write the numbers of a training run to CSV files, TensorBoard, Weights & Biases and Comet.
 
 Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples seen by all ranks. Rank 0 writes them.
 """
@@ -6,12 +6,13 @@ Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the sa
 from __future__ import annotations
 
 import csv
+import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fzero.config.config import ConfigError
-from fzero.engine.config_keys import EngineKeys, Monitor
+from fzero.engine.config_keys import CometKeys, EngineKeys, Monitor, WandbKeys
 
 PREFIX = "Train/Samples/"
 
@@ -21,8 +22,16 @@ Write = Callable[[Mapping[str, float], int], None]
 
 def monitors(keys: EngineKeys) -> list[Write]:
     """The monitors that a configuration enables."""
-    enabled = ((_csv_monitor, keys.csv_monitor), (_tensorboard, keys.tensorboard))
-    return [monitor(block) for monitor, block in enabled if block.enabled]
+    made: list[Write] = []
+    if keys.tensorboard.enabled:
+        made.append(_tensorboard(keys.tensorboard))
+    if keys.wandb.enabled:
+        made.append(_wandb(keys.wandb))
+    if keys.csv_monitor.enabled:
+        made.append(_csv_monitor(keys.csv_monitor))
+    if keys.comet.enabled:
+        made.append(_comet(keys.comet))
+    return made
 
 
 def _csv_monitor(keys: Monitor) -> Write:
@@ -45,14 +54,8 @@ def _csv_monitor(keys: Monitor) -> Write:
 
 def _tensorboard(keys: Monitor) -> Write:
     """torch's own writer, which needs the package `tensorboard`."""
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            f"tensorboard.enabled: needs the package tensorboard, which cannot be imported ({error}); pip install "
-            f"tensorboard, or use csv_monitor"
-        ) from None
-    writer: Any = SummaryWriter(str(Path(keys.output_path or "runs") / keys.job_name))
+    module = _package("tensorboard", "tensorboard", "torch.utils.tensorboard")
+    writer = module.SummaryWriter(str(Path(keys.output_path or "runs") / keys.job_name))
 
     def write(events: Mapping[str, float], samples: int) -> None:
         for name, value in events.items():
@@ -60,3 +63,50 @@ def _tensorboard(keys: Monitor) -> Write:
         writer.flush()
 
     return write
+
+
+def _wandb(keys: WandbKeys) -> Write:
+    """One log call per event, by the samples so far."""
+    wandb = _package("wandb", "wandb")
+    wandb.init(project=keys.project, group=keys.group, entity=keys.team)
+
+    def write(events: Mapping[str, float], samples: int) -> None:
+        for name, value in events.items():
+            wandb.log({PREFIX + name: value}, step=samples)
+
+    return write
+
+
+def _comet(keys: CometKeys) -> Write:
+    """One metric per event, once in `samples_log_interval` samples."""
+    comet = _package("comet", "comet_ml")
+    experiment = comet.start(
+        api_key=keys.api_key, project=keys.project, workspace=keys.workspace, experiment_key=keys.experiment_key,
+        mode=keys.mode, online=keys.online,
+    )  # fmt: skip
+    if keys.experiment_name is not None:
+        experiment.set_name(keys.experiment_name)
+    last: dict[str, int] = {}  # samples when an event was logged
+
+    def write(events: Mapping[str, float], samples: int) -> None:
+        for name, value in events.items():
+            if name not in last or samples - last[name] >= keys.samples_log_interval:
+                last[name] = samples
+                experiment.__internal_api__log_metric__(name=PREFIX + name, value=value, step=samples)
+
+    return write
+
+
+def _package(key: str, package: str, module: str | None = None) -> Any:
+    """The module of a monitor's package.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    try:
+        return importlib.import_module(module or package)
+    except ImportError as error:
+        raise ConfigError(
+            f"{key}.enabled: needs the package {package}, which cannot be imported ({error}); pip install {package}, or use "
+            f"csv_monitor"
+        ) from None

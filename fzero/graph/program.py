@@ -63,6 +63,11 @@ class GraphProgram:
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
+        if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
+            raise ConfigError(
+                "zero_optimization.ignore_unused_parameters: must be true where the whole step is one graph, which has a "
+                "gradient for every parameter, got false; leave it out, or leave out compile='step'"
+            )
         if until is None:
             until = "gradients" if any(map(run.offload.is_away, run.plan.flat_buffers)) else "update"
         if until == "update":

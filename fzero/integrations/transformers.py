@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from fzero.common.pickles import load_tensors
+from fzero.comms.rendezvous import launched
 from fzero.config.files import ConfigError, read as read_config
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
@@ -259,6 +260,12 @@ def _check(args: Any) -> None:
         raise ConfigError(
             "args.save_only_model: must be False with load_best_model_at_end, got True: the best model is loaded from a full "
             "checkpoint; leave one out"
+        )
+    me = launched()
+    if me is not None and me.world_size != args.world_size and not (torch.cuda.is_available() or args.use_cpu):
+        raise ConfigError(
+            f"args.use_cpu: must be True where there is no GPU, got False: without it accelerate does not join the "
+            f"{me.world_size} ranks that {me.by} has started, and each would train alone; pass use_cpu=True"
         )
     if args.n_gpu > 1:
         raise ConfigError(

@@ -201,6 +201,7 @@ class Ended:
 
             def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
                 ended.times.clear()
+                os.environ.update(host_variables(worker_group))  # ranks inherit them
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 return started
 
@@ -212,6 +213,15 @@ class Ended:
             return None
         rank, (when, local_rank) = min(self.times.items(), key=lambda item: item[1])
         return Failure(rank, host, 0, when, False, tuple(_log(log_dir, local_rank)[-NUM_LINES:]))
+
+
+def host_variables(worker_group: WorkerGroup) -> dict[str, str]:
+    """DeepSpeed's variables of a host: the number of its ranks, its number among the hosts, and theirs."""
+    return {
+        "LOCAL_SIZE": str(worker_group.spec.local_world_size),
+        "CROSS_RANK": str(worker_group.group_rank),
+        "CROSS_SIZE": str(worker_group.group_world_size),
+    }
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import secrets
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,15 +26,26 @@ from fzero.comms.failures import timeout_of
 from fzero.comms.rendezvous import DEFAULT_PORT
 from fzero.launch import agent
 from fzero.launch.agent import LAST_CALL, Work
+from fzero.launch.deepspeed_flags import (
+    ELASTIC_RESTARTS,
+    add_flags,
+    check_flags,
+    elastic_hosts,
+    is_quiet,
+    pid_file,
+    rank_words,
+)
 from fzero.launch.environment import forwarded, not_forwarded, rank_defaults, read_env_files
-from fzero.launch.hostfile import Host, choose, parse_hostfile
+from fzero.launch.hostfile import Host, choose, parse_filter, parse_hostfile
 from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
 from fzero.launch.preflight import check
 from fzero.launch.rendezvous import SECRET
 from fzero.launch.supervise import supervise
 
 HOSTFILE = Path("/job/hostfile")
-ALSO = dict.fromkeys(("world", "world_size", "nproc_per_node", "ranks"), "--num_procs")
+NPROC = ("--nproc_per_node", "--nproc-per-node")
+"""torchrun's name for --num_procs."""
+ALSO = dict.fromkeys(("world", "world_size", "ranks"), "--num_procs")
 """Other names for flags, from `fzero plan`, torchrun and the documentation, for which the error suggests the flag here."""
 
 
@@ -59,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
 
     # the ranks of a host, and their program
     add("--num_gpus", "--num_accelerators", type=int, metavar="N", help="ranks per host, on the first N devices")
-    add("--num_procs", type=int, metavar="N", help="the same, for machines without devices")
+    add("--num_procs", *NPROC, type=int, metavar="N", help="the same, for machines without devices")
     where = f"where rank 0 listens (free on one machine, {DEFAULT_PORT} on many)"
     add("--master_port", type=port, metavar="P", help=where)
     add("--module", "-m", action="store_true", help="the script is the name of a module")
@@ -90,6 +101,7 @@ def parser() -> argparse.ArgumentParser:
     add("--env_file", type=Path, metavar="FILE", help="lines of NAME=VALUE for every rank (default .deepspeed_env)")
     add("--autotuning", choices=("tune", "run"), help="find the fastest configuration (fzero tune), and run with it")
     add("--dry_run", action="store_true", help="print the commands and run nothing")
+    add_flags(add)
     made.add_argument("script")
     made.add_argument("args", nargs=argparse.REMAINDER)
     return made
@@ -112,6 +124,11 @@ def say(line: str) -> None:
     print(f"fzero: {line}", file=sys.stderr, flush=True)
 
 
+def _speaker(given: argparse.Namespace) -> Callable[[str], None]:
+    """`say`, or nothing where only errors are to be reported."""
+    return (lambda line: None) if is_quiet(given) else say
+
+
 def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     """The hosts and slots of the job; this machine where there is no hostfile."""
     if given.num_gpus is not None and given.num_procs is not None:
@@ -122,6 +139,7 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     slots_per_host: int | None = given.num_gpus if given.num_procs is None else given.num_procs
     chosen = {"include": given.include, "exclude": given.exclude, "slots_per_host": slots_per_host}
     path: Path = given.hostfile or HOSTFILE
+    say = _speaker(given)
     if path.is_dir():
         raise LaunchError(f"--hostfile {path}: is a folder; give a file with lines of 'host slots=N'")
     if path.is_file():
@@ -134,14 +152,19 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     num_devices = torch.cuda.device_count()
     if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
         say("no GPU is here: starting one rank; --num_procs N starts more")
-    found = max(num_devices, 1 if slots_per_host is None else slots_per_host)
+    if num_devices == 0 and given.exclude:
+        raise LaunchError(f"--exclude {given.exclude}: this machine has no GPU; --num_procs N starts N ranks")
+    named = (
+        parse_filter(given.include, option="--include").get("localhost") if num_devices == 0 and given.include else ()
+    )
+    found = max(num_devices, 1 if slots_per_host is None else slots_per_host, *(slot + 1 for slot in named or ()))
     if given.num_gpus is not None and 0 < num_devices < given.num_gpus:
         why = f"this machine has {num_devices}"
         raise LaunchError(f"--num_gpus {given.num_gpus}: {why}; --num_procs starts more ranks than that")
     return choose([Host("localhost", tuple(range(found)))], **chosen)
 
 
-def program_of(given: argparse.Namespace) -> tuple[str, ...]:
+def program_of(given: argparse.Namespace, hosts: tuple[Host, ...]) -> tuple[str, ...]:
     """The command of every rank."""
     if given.no_python and given.module:
         raise LaunchError("--no_python and --module exclude each other: a module is run by python")
@@ -149,7 +172,7 @@ def program_of(given: argparse.Namespace) -> tuple[str, ...]:
         flag = ("--no_python",) if given.no_python else ("-m",) if given.module else ()
         return (sys.executable, "-u", "-m", "fzero.deepspeed", *flag, given.script, *given.args)
     before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
-    return (*before, given.script, *given.args)
+    return rank_words(given, (*before, given.script), hosts)
 
 
 def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:
@@ -174,7 +197,7 @@ def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> 
 def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
     """The first number of `--nnodes MIN:MAX`, None where the number of hosts is fixed."""
     if given.nnodes is None:
-        return None
+        return elastic_hosts(given)
     smallest, colon, largest = given.nnodes.partition(":")
     if not (colon and smallest.isdecimal() and largest.isdecimal() and 1 <= int(smallest) <= int(largest) == num_hosts):
         raise LaunchError(f"--nnodes {given.nnodes}: must be MIN:MAX with MAX the number of hosts, {num_hosts}")
@@ -194,11 +217,11 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
     return Work(
         hosts=hosts,
         node_rank=given.node_rank or 0,
-        program=program_of(given),
+        program=program_of(given, hosts),
         master_addr=given.master_addr or ("127.0.0.1" if is_local else hosts[0].name),
         master_port=given.master_port or (0 if is_local else DEFAULT_PORT),
         log_dir=log_dir and os.path.abspath(log_dir),
-        max_restarts=given.max_restarts,
+        max_restarts=given.max_restarts or (ELASTIC_RESTARTS if given.elastic_training else 0),
         min_nodes=fewest_nodes(given, len(hosts)),
         last_call=given.wait_for_hosts,
     )
@@ -210,7 +233,7 @@ def commands_of(
     """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):
         rule = "a name has letters, digits and _ only, and begins with no digit"
-        say(f"the variable {name!r} is not set on other hosts: {rule}")
+        _speaker(given)(f"the variable {name!r} is not set on other hosts: {rule}")
     variables = forwarded(environment, from_file)
     if work.needs_secret:
         variables[SECRET] = secrets.token_hex(16)
@@ -229,6 +252,7 @@ def commands_of(
 def start(given: argparse.Namespace) -> int:
     """Starts the job, or prints its commands; returns the exit code of the rank that failed first, or 0."""
     hosts = choose_hosts(given)
+    check_flags(given, hosts)
     from_file = read_env_files(given.env_file, os.environ)
     if given.timeout is not None:
         if not 0 < given.timeout < float("inf"):
@@ -240,14 +264,17 @@ def start(given: argparse.Namespace) -> int:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
     work = work_of(given, hosts, is_local=not is_many)
     if not is_many and (given.launcher != "ssh" or given.launcher_args):
-        say("one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them")
+        _speaker(given)(
+            "one host needs no launcher: --launcher and --launcher_args have no effect; --force_multi uses them"
+        )
     if not is_many or given.no_ssh:
         if given.dry_run:
             print(Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), from_file))
             return 0
         os.environ.update(from_file)
         check_program(given, os.environ)
-        return agent.run(work)
+        with pid_file(given):
+            return agent.run(work)
     job, commands = commands_of(given, work, os.environ, from_file)
     if given.dry_run:
         print("\n".join(map(str, commands)))
@@ -257,7 +284,8 @@ def start(given: argparse.Namespace) -> int:
         raise LaunchError(f"--launcher {given.launcher}: there is no {program} here; {fix}")
     if given.launcher in HAVE_AGENTS and not given.no_ssh_check:
         check(job)
-    return supervise(commands, num_needed=work.min_nodes)
+    with pid_file(given):
+        return supervise(commands, num_needed=work.min_nodes)
 
 
 def main(arguments: list[str]) -> int:

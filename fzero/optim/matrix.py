@@ -214,6 +214,7 @@ def muon(
     weight_decay: float = 0.0,
     nesterov: bool = True,
     ns_steps: int = 5,
+    ns_method: Literal["standard", "gram"] = "standard",
     eps: float = 1e-7,
     adjust_lr_fn: Literal["original", "match_rms_adamw"] = "original",
 ) -> Transform:
@@ -253,7 +254,8 @@ def muon(
             if part.index != last:
                 source, start = (direction, part.offset) if full_P is None else (full_P, layout.offsets[part.index])
                 matrix = source[start : start + numel].view(shape[0], -1)
-                last, orthogonal = part.index, orthogonalise(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
+                steps = orthogonalise if ns_method == "standard" else orthogonalise_gram
+                last, orthogonal = part.index, steps(matrix, num_steps=ns_steps, eps=eps).reshape(-1)
             rows, columns = shape[0], numel // shape[0]
             ratio = max(1.0, rows / columns) if adjust_lr_fn == "original" else 0.04 * max(rows, columns)
             add_times(part.of(param), orthogonal[part.start : part.stop], -lr * math.sqrt(ratio))
@@ -286,6 +288,38 @@ def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> T
     for _ in range(num_steps):
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if is_tall else x
+
+
+def orthogonalise_gram(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> Tensor:
+    """As `orthogonalise`, with the steps on the small matrix X·Xᵀ (DeepSpeed's `ns_method: "gram"`).
+
+    A step of Newton-Schulz multiplies X by a polynomial of X·Xᵀ, so that the polynomials are multiplied first (A·A instead of
+    A·B elements), and X once. In half precision the product is applied after two steps, and the rest starts anew, for
+    stability. A square matrix has no shorter side, and takes the steps themselves.
+
+    Returns:
+        (A, B), fp16, or fp32 on the CPU.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x: Tensor = matrix.to(torch.float32 if matrix.device.type == "cpu" else torch.float16, copy=True)
+    x = x.T if is_tall else x
+    x = x / (x.norm() + eps)
+    is_square = x.shape[0] == x.shape[1]
+    restarts = range(num_steps) if is_square else (0, 2)
+    gram: Tensor = x @ x.T
+    product: Tensor | None = None
+    for step in range(num_steps):
+        if step in restarts and product is not None:
+            x = product @ x
+            gram, product = x @ x.T, None
+        factor = b * gram + c * gram @ gram
+        factor.diagonal().add_(a)
+        product = factor if product is None else factor @ product
+        if step + 1 < num_steps and step + 1 not in restarts:
+            gram = factor @ gram @ factor
+    x = x if product is None else product @ x
     return x.T if is_tall else x
 
 

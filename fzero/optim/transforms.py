@@ -20,6 +20,7 @@ captured; a graph holds the same formula, operation by operation, for a compiler
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -236,21 +237,43 @@ class AdamState(NamedTuple, Generic[Leaf]):
 
 
 def adamw(
-    lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.01
+    lr: Rate,
+    *,
+    betas: tuple[Rate, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+    bias_correction: bool = True,
 ) -> Transform:
-    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory."""
-    return _adam("adamw", torch._fused_adamw_, lr, betas, eps, weight_decay)
+    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory.
+
+    Without `bias_correction` (torch has no such flag) the moments are used as they are.
+    """
+    return _adam("adamw", torch._fused_adamw_, lr, betas, eps, weight_decay, bias_correction)
 
 
 def adam(
-    lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.999), eps: float = 1e-8, weight_decay: float = 0.0
+    lr: Rate,
+    *,
+    betas: tuple[Rate, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+    weight_decay: float = 0.0,
+    bias_correction: bool = True,
 ) -> Transform:
-    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory."""
-    return _adam("adam", torch._fused_adam_, lr, betas, eps, weight_decay)
+    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory.
+
+    Without `bias_correction` (torch has no such flag) the moments are used as they are.
+    """
+    return _adam("adam", torch._fused_adam_, lr, betas, eps, weight_decay, bias_correction)
 
 
 def _adam(
-    name: str, kernel: Callable[..., None], lr: Rate, betas: tuple[Rate, float], eps: float, weight_decay: float
+    name: str,
+    kernel: Callable[..., None],
+    lr: Rate,
+    betas: tuple[Rate, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
 ) -> Transform:
     check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
     check_betas(name, betas)
@@ -277,9 +300,12 @@ def _adam(
                 _adam_by_element(
                     grad, param, AdamState(*leaves),
                     lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, is_decoupled=kernel is torch._fused_adamw_,
+                    bias_correction=bias_correction,
                 )  # fmt: skip
         elif full:
             full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
+            if not bias_correction:  # after infinitely many updates the kernel corrects nothing: 1 - beta**inf is 1
+                steps = tuple(torch.full_like(step, math.inf) for step in steps)
 
             def run(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
                 kernel(
@@ -312,9 +338,11 @@ def _adam_by_element(
     eps: float,
     weight_decay: float,
     is_decoupled: bool,
+    bias_correction: bool,
 ) -> None:
     """The formula of the fused kernels, operation by operation; `is_decoupled` is AdamW's weight decay."""
-    first, second = (1 - beta ** state.step.double() for beta in betas)
+    count = state.step.double() if bias_correction else torch.full_like(state.step, math.inf, dtype=torch.float64)
+    first, second = (1 - beta**count for beta in betas)
     if is_decoupled:
         param.mul_(1 - lr * weight_decay)
     elif weight_decay:

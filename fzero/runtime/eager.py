@@ -341,6 +341,7 @@ class ForwardBackward:
             if begins := self._scheduler.collect(unit.name, buffer.key):
                 self._events.execute(begins)
             self._reductions.add(name, grad, unit.name, buffer)
+            self.forwards.used.add(name)
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""

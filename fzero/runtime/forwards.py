@@ -27,9 +27,14 @@ class Forward:
 
 
 class Forwards:
-    """The forwards since the last update, and how many backwards went through them."""
+    """The forwards since the last update, and how many backwards went through them.
+
+    Attributes:
+        used: the names of the parameters of which a backward has produced a gradient on this rank.
+    """
 
     def __init__(self) -> None:
+        self.used: set[str] = set()
         self._all: list[Forward] = []
         self._num_new = 0  # forwards since the last backward
         self._num_backwards = 0  # since the last forward

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import astuple
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from fzero.comms import collectives
 from fzero.comms.axes import Bound, CollectiveError
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
@@ -75,6 +76,28 @@ def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
                 first = order[name]
     found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
     return dict(zip(order.values(), order, strict=True)).get(found)
+
+
+def check_used(run: StepRuntime, used: Collection[str]) -> None:
+    """Raises on every rank where a trained parameter got no gradient on some rank. *Collective:* a number per parameter.
+
+    Args:
+        used: the parameters that got one on this rank, or that need none.
+    """
+    trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
+    names = [name for name, _ in run.recipe.model.named_parameters() if name in trained]
+    is_unused = torch.tensor([float(name not in used) for name in names], device=run.device)
+    unused_WN = collectives.stack(is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update"))
+    lines = [
+        f"{name!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for name, of_name in zip(names, unused_WN.T.tolist(), strict=True)
+        if (ranks := [rank for rank, number in enumerate(of_name) if number])
+    ]
+    if lines:
+        raise ValueError(
+            f"zero_optimization.ignore_unused_parameters: is false, and the loss does not depend on {'; '.join(lines)}; compute "
+            f"the loss from all of them, freeze them with requires_grad_(False), or leave the key out: then their gradient is 0"
+        )
 
 
 def _what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor]) -> str:

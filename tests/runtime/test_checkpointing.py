@@ -565,12 +565,6 @@ def test_ranks_must_checkpoint_the_same(ranks: RankPool) -> None:
         assert "'checkpoint' is 'blocks.0, blocks.1, blocks.2, blocks.3, blocks.4' on rank 0" in message
 
 
-@pytest.mark.parametrize("key", ["partition_activations", "contiguous_memory_optimization"])
-def test_what_needs_a_model_parallel_axis_is_refused(key: str) -> None:
-    with pytest.raises(ConfigError, match=rf"activation_checkpointing.{key}: must be false: .*; .*, got True"):
-        Config.load({"activation_checkpointing": {key: True}})
-
-
 def test_the_rest_of_deepspeeds_block_is_read() -> None:
     block = {
         "partition_activations": False, "contiguous_memory_optimization": False, "cpu_checkpointing": True,
@@ -578,7 +572,7 @@ def test_the_rest_of_deepspeeds_block_is_read() -> None:
     }  # fmt: skip
     cfg = Config.load({"activation_checkpointing": block})
     assert cfg.activation_checkpointing.every is None and cfg.activation_checkpointing.cpu_checkpointing
-    assert {note.key.rpartition(".")[2] for note in cfg.notes} == {
+    assert {note.key.rpartition(".")[2] for note in cfg.notes if note.kind == "accepted"} == {
         "synchronize_checkpoint_boundary", "profile", "number_checkpoints",
     }  # fmt: skip
     with pytest.raises(ConfigError, match=r"activation_checkpointing.every: must be at least 1, got 0"):
