@@ -7,6 +7,7 @@ read, and converted to a transform. Later changes to `param_groups` (by a schedu
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fzero.common.arguments import refuse
-from fzero.config.config import ConfigError
+from fzero.config.config import ConfigError, ConfigWarning
 from fzero.config.optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
 from fzero.optim.transforms import Transform
+from fzero.optim.whole_params import WholeParams, check_shapes_do_not_matter, check_whole
 from fzero.plans.param_groups import ParamGroup, UserTransform
 
 _BLOCKS: dict[type[torch.optim.Optimizer], str] = {
@@ -66,8 +68,8 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
         blocks = [with_overrides(blank, _values(blank, group), "optimizer.param_groups") for group in groups]
         rest = [{"params": take, **block.params.model_dump()} for take, block in zip(takers[1:], blocks[1:])]
         return Groups(blocks[0], None, rest, optimizer.param_groups, held)
-    makes = [_maker(type(optimizer), group) for group in groups]
-    torch_optimizer(type(optimizer), **_arguments(type(optimizer), groups[0]))  # raises for an unsupported class
+    is_whole = _needs_whole_params(type(optimizer), _arguments(type(optimizer), groups[0]))
+    makes = [_maker(type(optimizer), group, is_whole=is_whole) for group in groups]
     rest = [{"params": t, "transform": m, "lr": float(g["lr"])} for t, m, g in zip(takers[1:], makes[1:], groups[1:])]
     return Groups(None, makes[0], rest, optimizer.param_groups, held)
 
@@ -150,8 +152,34 @@ def _arguments(cls: type[torch.optim.Optimizer], group: Hyper) -> Hyper:
     return {key: value for key, value in group.items() if key in known and key not in _HOW}
 
 
-def _maker(cls: type[torch.optim.Optimizer], group: Hyper) -> Callable[[float], Transform]:
+def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> bool:
+    """Whether a class works on whole parameters alone; warns of that.
+
+    Raises:
+        ValueError: it works neither on shards nor on whole parameters one by one.
+    """
+    try:
+        torch_optimizer(cls, **arguments)
+        check_shapes_do_not_matter(cls, arguments)
+    except ValueError as error:
+        try:
+            check_whole(cls, arguments)
+        except Exception:  # a class may raise any error
+            raise error from None
+        warnings.warn(
+            f"optimizer: {cls.__name__} works on whole parameters only, so that every rank holds all of its state, undivided, "
+            f"and each update gathers parameters and gradients; if Adafactor, Lamb or Muon will do, name it in the configuration",
+            ConfigWarning,
+            stacklevel=5,
+        )
+        return True
+    return False
+
+
+def _maker(cls: type[torch.optim.Optimizer], group: Hyper, *, is_whole: bool) -> Callable[[float], Transform]:
     """A function of the learning rate that makes the class's transform with the present values of its group."""
+    if is_whole:
+        return WholeParams(cls, lambda: _arguments(cls, group))
     return lambda lr: torch_transform(cls, _arguments(cls, group) | ({"lr": lr} if "lr" in group else {}))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from fzero.common.arguments import refuse, shown
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer, with_overrides
 from fzero.optim.transforms import Transform
+
+if TYPE_CHECKING:
+    from fzero.optim.fragments import ShardContents
 
 ParamGroup = Mapping[str, Any]
 """Hyper-parameters that differ from the configuration's, or a `"transform"` (see `OwnTransform`) with or without an `"lr"`.
@@ -54,6 +57,8 @@ class UserTransform:
 
     def check(self) -> None:
         """Raises a ConfigError unless it makes an elementwise transform."""
+        if self._takes_contents:
+            return  # it steps a class that has been checked
         try:
             made = self.transform()
         except TypeError as error:  # a class of torch.optim, say, which takes parameters first
@@ -91,13 +96,24 @@ class UserTransform:
         return isinstance(self.make, Transform)
 
     def is_elementwise(self, kind: str) -> bool:
-        return True
+        """Whether it updates shards; a `fzero.optim.whole_params.WholeParams` updates whole parameters."""
+        return not self._takes_contents
+
+    @property
+    def _takes_contents(self) -> bool:
+        return bool(getattr(self.make, "takes_contents", False))
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
         return ""
 
-    def transform(self, *, lr: float | Tensor | None = None, **_: Any) -> Transform:
+    def transform(
+        self, *, lr: float | Tensor | None = None, contents: ShardContents | None = None, **_: Any
+    ) -> Transform:
         """The transform at a learning rate. The other arguments of `OptimizerBlock.transform` have no effect."""
+        if self._takes_contents:
+            make: Any = self.make
+            made: Transform = make(self.lr if lr is None else lr, contents)
+            return made
         return self.make if isinstance(self.make, Transform) else self.make(self.lr if lr is None else lr)
 
 

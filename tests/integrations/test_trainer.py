@@ -337,7 +337,6 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (zero(1), {"bf16_full_eval": True}, "args.bf16_full_eval: must be off"),
     (zero(1), {"auto_find_batch_size": True}, "args.auto_find_batch_size: must be off"),
     (zero(1), {"deepspeed": None}, "args.deepspeed: must be a configuration, got None"),
-    (zero(1), {"optim": "adafactor"}, "Adafactor: must be elementwise"),
     (zero(1, optimizer={"type": "AdamW"}, scheduler={"type": "WarmupLR"}), {"optimizers": True}, "scheduler: must be given once"),
 ]  # fmt: skip
 
