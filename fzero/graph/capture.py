@@ -138,7 +138,7 @@ class CompiledStep:
         axis: ProcessAxis | AbstractAxis,
         device: torch.device,
         rules: StepRules,
-        transform_of: Callable[..., Transform],
+        transforms: Callable[[], Callable[..., Transform]],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -147,7 +147,7 @@ class CompiledStep:
         stacked: Stacked | None = None,
     ) -> None:
         self.functions = StepFunctions(
-            model, plan, axis, device, rules, transform_of, loss_fn=loss_fn, autocast=autocast, stacked=stacked
+            model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked
         )
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
         self.axes, self.graphs, self.most_graphs = self.functions.axes, list[Graph](), MOST_GRAPHS

@@ -20,6 +20,7 @@ from fzero.comms.stacked import RandomByRank, Stacked
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
+from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected
@@ -73,12 +74,15 @@ class GraphProgram:
         if until == "update":
             _check_optimizers(run, stacked)
         updater, hyper = run.updater.traced(run.device)
-        transform_of = partial(updater.transform_of, hyper=hyper, tile=None)
+
+        def transforms() -> Callable[..., Transform]:
+            return partial(updater.of_one_update().transform_of, hyper=hyper, tile=None)
+
         axis = run.ranks
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
         compiled = CompiledStep(
-            run.recipe.model, run.plan, axis, run.device, run.rules, transform_of,
+            run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=run.checkpointing.names, stacked=stacked,
         )  # fmt: skip

@@ -48,7 +48,8 @@ class StepFunctions:
     the number of this pass. Rows are (loss, weight or -1, numbers).
 
     Args:
-        transform_of: the transform of a flat buffer from element `start` on, given the mesh, `start`, `skip`, `factor` and `out`.
+        transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
+            mesh, `start`, `skip`, `factor` and `out`.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class StepFunctions:
         axis: ProcessAxis | AbstractAxis,
         device: torch.device,
         rules: StepRules,
-        transform_of: Callable[..., Transform],
+        transforms: Callable[[], Callable[..., Transform]],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -70,7 +71,7 @@ class StepFunctions:
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transform_of = transform_of
+        self._transforms = transforms
         how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast}
         self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
 
@@ -160,8 +161,9 @@ class StepFunctions:
         parts = self._norm_parts(reduced)
         outcome, skip, factor = finish(self._rules, rows_A, parts, state.loss_scale, is_sum=is_sum)
         assert skip is not None
+        transform_of = self._transforms()
         for flat in self._trained:
-            self._update_flat(flat, state, reduced[flat.key], skip, factor)
+            self._update_flat(flat, state, reduced[flat.key], skip, factor, transform_of)
         self._agree(state.buffers)
         return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
 
@@ -204,7 +206,13 @@ class StepFunctions:
         return reduced
 
     def _update_flat(
-        self, flat: FlatParamPlan, state: State, grad: Tensor, skip: Tensor, factor: Tensor | None
+        self,
+        flat: FlatParamPlan,
+        state: State,
+        grad: Tensor,
+        skip: Tensor,
+        factor: Tensor | None,
+        transform_of: Callable[..., Transform],
     ) -> None:
         param = state.params[flat.key]
         updated = self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
@@ -214,7 +222,7 @@ class StepFunctions:
 
         def update(grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None) -> None:
             skip, factor, out = numbers
-            transform = self._transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
+            transform = transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
             optimizer_update(transform, kept, grad, optimizer, donate=True)
 
         self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)

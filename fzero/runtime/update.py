@@ -239,9 +239,7 @@ class Updater:
             transform = self._made[rule][1]
         else:
             transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
-            # In a trace, fzero's own optimizers may compute further rates from the tensor; these belong to the trace.
-            if isinstance(optimizer, _MADE_BEFORE) or not isinstance(lr, Tensor):
-                self._made[rule] = (lr, momentum), transform
+            self._made[rule] = (lr, momentum), transform
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
@@ -270,6 +268,10 @@ class Updater:
             if buffer.trainable and isinstance(self.optimizers[buffer.group], _MADE_BEFORE):
                 twin.transform_of(buffer, hyper)
         return twin, hyper
+
+    def of_one_update(self) -> Self:
+        """A twin for one update in a graph; fzero's own optimizers compute further rates from its tensors, for it alone."""
+        return replace(self, _made=dict(self._made))
 
     def write(self, traced: Hyper, hyper: Hyper) -> None:
         """Writes the numbers of an update where the graph reads them."""
