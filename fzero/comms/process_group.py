@@ -88,6 +88,11 @@ def job() -> ProcessAxis:
     return ProcessAxis("job", dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else ProcessAxis("job")
 
 
+def world_group() -> dist.ProcessGroup | None:
+    """The default group; None without one."""
+    return dist.group.WORLD if dist.is_initialized() else None
+
+
 def is_joined(*, without: str = "-") -> bool:
     """Whether this process is in a process group that lacks the backend `without`."""
     return dist.is_initialized() and without not in str(dist.get_backend_config())

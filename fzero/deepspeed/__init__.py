@@ -6,34 +6,53 @@ After `install()` a script's own `import deepspeed` gives this package (`fzero.d
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
+from argparse import SUPPRESS, ArgumentParser
 from typing import NoReturn
 
-from fzero.deepspeed import accelerator, checkpointing, comm, ops, runtime, utils, zero
+from fzero.deepspeed import (
+    accelerator,
+    checkpoint,
+    checkpointing,
+    comm,
+    elasticity,
+    git_version_info,
+    launcher,
+    moe,
+    ops,
+    profiling,
+    runtime,
+    utils,
+    zero,
+)
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
-from fzero.deepspeed.utils import log_dist, logger
+from fzero.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
+from fzero.deepspeed.runtime.dataloader import DeepSpeedDataLoader
+from fzero.deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
+from fzero.deepspeed.runtime.lr_schedules import add_tuning_arguments
+from fzero.deepspeed.utils import OnDevice, log_dist, logger
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = EngineOptimizer
-__version__ = "0.19.6"
+dist = comm
+__version__ = version = git_version_info.version
 """The version of DeepSpeed whose keys and methods these are."""
-
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 6
-__git_hash__ = __git_branch__ = "[none]"
+__git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
-    """Adds `--deepspeed` and `--deepspeed_config` to a command line."""
+    """Adds `--deepspeed`, `--deepspeed_config` and their old spelling to a command line."""
     group = parser.add_argument_group("DeepSpeed", "configuration of training")
-    group.add_argument(
-        "--deepspeed", default=False, action="store_true", help="for scripts that look at it; fzero does not"
-    )
-    group.add_argument("--deepspeed_config", default=None, type=str, help="JSON file, as DeepSpeed has it")
+    for name in ("deepspeed", "deepscale"):
+        text = "for scripts that look at it; fzero does not" if name == "deepspeed" else SUPPRESS
+        group.add_argument(f"--{name}", default=False, action="store_true", help=text)
+        text = "JSON file, as DeepSpeed has it" if name == "deepspeed" else SUPPRESS
+        group.add_argument(f"--{name}_config", default=None, type=str, help=text)
     return parser
 
 
@@ -45,21 +64,38 @@ def __getattr__(name: str) -> NoReturn:
 
 
 __all__ = [
+    "ADAM_OPTIMIZER",
+    "LAMB_OPTIMIZER",
     "ConfiguredScheduler",
+    "DeepSpeedConfig",
+    "DeepSpeedConfigError",
+    "DeepSpeedDataLoader",
     "DeepSpeedEngine",
     "DeepSpeedOptimizer",
+    "DeepSpeedOptimizerCallable",
+    "DeepSpeedSchedulerCallable",
+    "OnDevice",
     "accelerator",
     "add_config_arguments",
+    "add_tuning_arguments",
+    "checkpoint",
     "checkpointing",
     "comm",
+    "dist",
+    "elasticity",
     "get_accelerator",
+    "git_version_info",
     "init_distributed",
     "initialize",
     "install",
+    "launcher",
     "log_dist",
     "logger",
+    "moe",
     "ops",
+    "profiling",
     "runtime",
     "utils",
+    "version",
     "zero",
 ]

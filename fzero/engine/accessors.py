@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from rich.console import RenderableType
@@ -22,6 +22,24 @@ from fzero.state import Metrics, TrainState
 if TYPE_CHECKING:
     from fzero.engine.dataloader import ResumableLoader
     from fzero.engine.optimizer import EngineOptimizer
+
+
+class LossScaleNumber(float):
+    """A loss scale, which returns the configured one when it is called.
+
+    >>> scale = LossScaleNumber(1024.0, configured=0.0)
+    >>> scale == 1024, scale()
+    (True, 0.0)
+    """
+
+    def __new__(cls, value: float, configured: float = 0.0) -> Self:
+        return super().__new__(cls, value)
+
+    def __init__(self, value: float, configured: float = 0.0) -> None:
+        self._configured = configured
+
+    def __call__(self) -> float:
+        return self._configured
 
 
 class Accessors(Settings):
@@ -128,9 +146,9 @@ class Accessors(Settings):
     # --- progress ------------------------------------------------------------------------------------------------
 
     @property
-    def loss_scale(self) -> float:
-        """The factor of the next loss."""
-        return float(self.state.loss_scale.scale.item())
+    def loss_scale(self) -> LossScaleNumber:
+        """The factor of the next loss. Called, as in DeepSpeed, it returns the configured one, which is 0 where dynamic."""
+        return LossScaleNumber(self.state.loss_scale.scale.item(), self.cfg.fp16.loss_scale)
 
     def get_global_grad_norm(self) -> float | None:
         """The gradient norm of the last update, unscaled and before clipping; None before the first."""

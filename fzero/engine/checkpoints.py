@@ -24,7 +24,7 @@ from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
-from fzero.engine.client_optimizers import lr_of
+from fzero.engine.client_optimizers import plain_values
 from fzero.engine.module import HoldsModule
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
@@ -64,7 +64,7 @@ class KeepsFiles(HoldsModule):
         progress = {
             "counters": {name: getattr(self, name) for name in COUNTERS},
             "scheduler": scheduler.state_dict() if hasattr(scheduler, "state_dict") else None,
-            "groups": [_plain_values(group) for group in self.hyper],
+            "groups": [plain_values(group) for group in self.hyper],
             "data": None if loader is None else loader.state_dict(),
         }
         state, client = self.state._replace(rng=_random_state_of(self)), dict(client_state or {})
@@ -177,12 +177,6 @@ def _agreed_tag(engine: Accessors, tag: str) -> str:
             raise ValueError(f"{message} where checkpoint.tag_validation is not FAIL; pass the same tag")
         warnings.warn(message, stacklevel=3)
     return tags[0]
-
-
-def _plain_values(group: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of a group that are numbers."""
-    values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
-    return values | ({"lr": lr_of(group)} if "lr" in group else {})
 
 
 def _random_state_of(engine: Accessors) -> dict[str, torch.Tensor]:

@@ -120,6 +120,12 @@ def lr_of(group: Hyper) -> float:
     return float(lr.item() if isinstance(lr, Tensor) else lr)
 
 
+def plain_values(group: Hyper) -> Hyper:
+    """The hyper-parameters of a group that are numbers."""
+    values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
+    return values | ({"lr": lr_of(group)} if "lr" in group else {})
+
+
 def _plain(value: Any) -> Any:
     return tuple(value) if isinstance(value, list | tuple) else value
 

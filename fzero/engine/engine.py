@@ -27,6 +27,7 @@ from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
+from fzero.engine.facade import HasTools
 from fzero.engine.monitor import monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_views import ENGINES
@@ -38,7 +39,7 @@ from fzero.step import AccumulationWindow, TrainStep
 T = TypeVar("T")
 
 
-class Engine(KeepsFiles):
+class Engine(KeepsFiles, HasTools):
     """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
 
     Attributes:
@@ -82,6 +83,7 @@ class Engine(KeepsFiles):
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
+        self._equip()
         self._hold(model, held)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -153,13 +155,14 @@ class Engine(KeepsFiles):
             raise RuntimeError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
-        self._is_applied = False
-        if self.is_gradient_accumulation_boundary():
+        self._is_applied, updates = False, self.is_gradient_accumulation_boundary()
+        if updates:
             before = self.global_steps
             with self._watch.of("update", before):
                 self._update(lr_kwargs or {})
             self._report(before)
         self.micro_steps += 1
+        self.tput_timer.stop(global_step=updates)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
         step, window, optimizer = self.active_step(), self.open_window, self.optimizer
@@ -257,6 +260,7 @@ class Engine(KeepsFiles):
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
+            self.tput_timer.start()
             still = self._follow_flags()
             step = self.train_step
             with self._guarded():

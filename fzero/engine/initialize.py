@@ -17,6 +17,7 @@ from fzero.common.arguments import check_model, check_no_inference, shown
 from fzero.comms.process_group import is_joined
 from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.config.files import read
 from fzero.engine import config_keys as engine_keys
 from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
@@ -84,6 +85,7 @@ def initialize(
         MismatchError: on every rank, when ranks differ.
     """
     source = _source(args, config, config_params)
+    source = read(source) if isinstance(source, str | Path) else source
     check_model(model)
     assert isinstance(model, nn.Module)
     check_no_inference("initialize")
@@ -110,8 +112,8 @@ def initialize(
     loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
     state = step.init()
     engine: Engine
-    seen = EngineOptimizer(groups.seen, lambda: engine.loss_scale) if trains else None
-    given = dict(source) if isinstance(source, Mapping) else step.recipe.cfg.model_dump()
+    seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
+    given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
     engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held)
     if seen is not None and lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler

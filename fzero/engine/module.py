@@ -161,12 +161,12 @@ class HoldsModule(Accessors):
     def offload_states(
         self,
         include: Sequence[Any] | None = None,
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
         """Moves all state to host memory until `reload_states`, to free device memory; `include` is ignored."""
-        if str(device) != "cpu":
+        if device not in ("cpu", torch.device("cpu")):
             raise ValueError(f"engine.offload_states: device must be 'cpu', got {device!r}; leave it out")
         self._move(torch.device("cpu"))
         self._is_away = True
@@ -181,6 +181,7 @@ class HoldsModule(Accessors):
         self.zero_grad()
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
+        self.live.close()
         del self.state
         self._is_away, self._monitors = True, []
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,32 @@ def monitors(keys: EngineKeys) -> list[Write]:
     return made
 
 
+def event_of(name: str) -> str:
+    """The event of a value: a script's own name has a slash already.
+
+    >>> event_of("lr"), event_of("Eval/loss")
+    ('Train/Samples/lr', 'Eval/loss')
+    """
+    return name if "/" in name else PREFIX + name
+
+
+class MonitorMaster:
+    """`engine.monitor`: the monitors that a configuration enables, for a script's own events.
+
+    Attributes:
+        enabled: whether there are any on this rank.
+    """
+
+    def __init__(self, writers: Sequence[Write]) -> None:
+        self._writers, self.enabled = writers, bool(writers)
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None:
+        """Writes events: name, value, and the number of samples so far."""
+        for name, value, samples in event_list:
+            for write in self._writers:
+                write({name: float(value)}, samples)
+
+
 def _csv_monitor(keys: Monitor) -> Write:
     """One file per event name, such as `output_path/job_name/Train_Samples_lr.csv`; each event appends a row."""
     folder = Path(keys.output_path or "csv_monitor") / keys.job_name
@@ -41,12 +67,13 @@ def _csv_monitor(keys: Monitor) -> Write:
 
     def write(events: Mapping[str, float], samples: int) -> None:
         for name, value in events.items():
-            path = folder / f"{(PREFIX + name).replace('/', '_')}.csv"
+            event = event_of(name)
+            path = folder / f"{event.replace('/', '_')}.csv"
             is_new = not path.exists()
             with path.open("a", newline="") as file:
                 rows = csv.writer(file)
                 if is_new:
-                    rows.writerow(["step", PREFIX + name])
+                    rows.writerow(["step", event])
                 rows.writerow([samples, value])
 
     return write
@@ -59,7 +86,7 @@ def _tensorboard(keys: Monitor) -> Write:
 
     def write(events: Mapping[str, float], samples: int) -> None:
         for name, value in events.items():
-            writer.add_scalar(PREFIX + name, value, samples)
+            writer.add_scalar(event_of(name), value, samples)
         writer.flush()
 
     return write
@@ -72,7 +99,7 @@ def _wandb(keys: WandbKeys) -> Write:
 
     def write(events: Mapping[str, float], samples: int) -> None:
         for name, value in events.items():
-            wandb.log({PREFIX + name: value}, step=samples)
+            wandb.log({event_of(name): value}, step=samples)
 
     return write
 
@@ -92,7 +119,7 @@ def _comet(keys: CometKeys) -> Write:
         for name, value in events.items():
             if name not in last or samples - last[name] >= keys.samples_log_interval:
                 last[name] = samples
-                experiment.__internal_api__log_metric__(name=PREFIX + name, value=value, step=samples)
+                experiment.__internal_api__log_metric__(name=event_of(name), value=value, step=samples)
 
     return write
 

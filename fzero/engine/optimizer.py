@@ -6,13 +6,70 @@ which a scheduler of `torch.optim.lr_scheduler`, the configuration's scheduler o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch import nn
 
 from fzero.engine.client_optimizers import Hyper, lr_of
+from fzero.engine.optimizer_state import load_state_dict, state_dict_of
 from fzero.optim.lr_schedules import Schedule
+
+if TYPE_CHECKING:
+    from fzero.engine.engine import Engine
+
+
+class LossScaler:
+    """`optimizer.loss_scaler`: the loss scale to read.
+
+    Attributes:
+        dynamic: whether an overflow changes the scale.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine, self.dynamic = engine, engine.dynamic_loss_scale()
+        args = engine.dynamic_loss_scale_args()
+        self.scale_window, self.min_scale, self.scale_factor = args["scale_window"], args["min_scale"], 2.0
+        self.delayed_shift, self.consecutive_hysteresis = args["delayed_shift"], args["consecutive_hysteresis"]
+
+    @property
+    def loss_scale(self) -> float:
+        return float(self._engine.loss_scale)
+
+    cur_scale = loss_scale
+
+    def backward(self, loss: Any, retain_graph: bool = False) -> NoReturn:
+        raise RuntimeError("loss_scaler.backward: must be called through the engine; call engine.backward(loss)")
+
+
+class _NoParameters(nn.Module):
+    """Stands for the module whose hooks gather parameters in DeepSpeed, and which has none to remove here."""
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(())
+
+
+class ParameterOffload:
+    """`optimizer.parameter_offload` in stage 3, whose hooks scripts remove around a generation: there are none.
+
+    Inside `GatheredParameters` of all parameters the module runs by itself.
+    """
+
+    def __init__(self) -> None:
+        self.module = _NoParameters()
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+
+    def _register_deepspeed_module(self, module: Any, count: Any = None) -> None:
+        """Does nothing."""
+
+    _register_hooks_recursively = _register_deepspeed_module
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing: no gathered parameter outlives a forward or a backward."""
+
+    partition_all_parameters = empty_partition_cache
 
 
 class EngineOptimizer(torch.optim.Optimizer):
@@ -20,20 +77,48 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     Attributes:
         overflow: whether the last update was skipped because a gradient was not finite.
-        loss_scale: the factor of the next loss.
     """
 
-    def __init__(self, groups: Sequence[Hyper], scale: Callable[[], float]) -> None:
+    def __init__(self, groups: Sequence[Hyper], engine: Callable[[], Engine]) -> None:
         super().__init__(groups, {})  # type: ignore[arg-type]
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         self.overflow = False
-        self._scale = scale
+        self._engine = engine
 
     @property
     def loss_scale(self) -> float:
-        return self._scale()
+        """The factor of the next loss."""
+        return float(self._engine().loss_scale)
 
     cur_scale = loss_scale
+
+    @property
+    def loss_scaler(self) -> LossScaler:
+        return LossScaler(self._engine())
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self._engine().dynamic_loss_scale()
+
+    @property
+    def clip_grad(self) -> float:
+        return self._engine().gradient_clipping()
+
+    @property
+    def optimizer(self) -> EngineOptimizer:
+        """This one: there is no other below it."""
+        return self
+
+    @property
+    def parameter_offload(self) -> ParameterOffload:
+        """In stage 3 only, as in DeepSpeed."""
+        if self._engine().zero_optimization_stage() != 3:
+            raise AttributeError("optimizer.parameter_offload: needs stage 3; ask hasattr first")
+        return ParameterOffload()
+
+    def get_lr(self) -> list[float]:
+        """The learning rate of each group."""
+        return [lr_of(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: gradients are collected anew after each update."""
@@ -41,16 +126,36 @@ class EngineOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
 
-    def state_dict(self) -> NoReturn:
-        raise RuntimeError(
-            "optimizer.state_dict: the state is sharded over the ranks; call engine.save_checkpoint(dir), or "
-            "fzero.deepspeed.utils.safe_get_full_optimizer_state for one parameter"
-        )
+    def backward(self, loss: Any, retain_graph: bool = False) -> NoReturn:
+        raise RuntimeError("optimizer.backward: must be called through the engine; call engine.backward(loss)")
 
-    def load_state_dict(self, state_dict: Any) -> NoReturn:
-        raise RuntimeError(
-            "optimizer.load_state_dict: the state is sharded over the ranks; call engine.load_checkpoint(dir)"
-        )
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """The engine's."""
+        self._engine().offload_states(*args, **kwargs)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """The engine's."""
+        self._engine().reload_states(non_blocking)
+
+    def empty_partition_cache(self) -> None:
+        """Does nothing, as the engine's."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state and the hyper-parameters, for the same configuration and number of ranks."""
+        engine = self._engine()
+        return state_dict_of(engine.active_step(), engine.state, self.param_groups)
+
+    def load_state_dict(self, state_dict: Any, *others: Any, **kwargs: Any) -> None:
+        """Sets this rank's part from a `state_dict()`, or from a list of those of all ranks. *Collective:* every rank.
+
+        Raises:
+            ValueError: it is of another rank, another number of ranks or another configuration.
+        """
+        engine = self._engine()
+        step = engine.active_step()
+        engine.zero_grad()
+        engine.state = load_state_dict(step, engine.state, self.param_groups, state_dict)
+        engine.show_state()
 
     def add_param_group(self, param_group: Hyper) -> None:
         if "overflow" in self.__dict__:
@@ -59,6 +164,12 @@ class EngineOptimizer(torch.optim.Optimizer):
                 "initialize, including frozen parameters that are trained later"
             )
         super().add_param_group(param_group)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"engine.optimizer: has no {name!r}, for the flat buffers and hooks of DeepSpeed's optimizers are not here; "
+            f"fzero.deepspeed.utils.safe_get_full_… reads weights, gradients and optimizer state, and engine.step() updates"
+        )
 
 
 class ConfiguredScheduler:
@@ -95,6 +206,12 @@ class ConfiguredScheduler:
         """The rates that the last `step` set."""
         assert self.last_batch_iteration >= 0, "need to call step() first"  # transformers looks for these words
         return self.get_lr()
+
+    def get_mom(self) -> list[Any] | None:
+        """The betas or the momentum of each group, where the schedule changes them; else None, as in DeepSpeed."""
+        if self._momentum is None:
+            return None
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fzero.engine.param_status import mark, unmark
 from fzero.plans.plan import Plan
 from fzero.runtime.own_params import is_bound, not_trained, with_present
 from sharding.views import unflatten
@@ -90,6 +91,7 @@ class LiveParams:
                 if buffer is not None:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
+        self._indices = {name: index for index, name in enumerate(self.own)}
         self.follow(plan)
         for param in self.own.values():
             param.grad = None
@@ -99,6 +101,7 @@ class LiveParams:
         """Switches to states of another plan of the same model."""
         self.plan = plan
         self._masters = {n for b in plan.flat_buffers if b.has_master for n in b.layout.names}
+        self._sharded = {n for b in plan.flat_buffers if b.flow.gathers_over for n in b.layout.names}
 
     def follow_flags(self) -> None:
         """Passes the present `requires_grad` flags on to the parameters that torch.compile sees."""
@@ -128,6 +131,7 @@ class LiveParams:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.data = value
         self._given[name] = _identity(param)
+        self._mark(name, is_here=True)
 
     def hide(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         """Removes a parameter's values; its shape, dtype and device are kept."""
@@ -142,6 +146,17 @@ class LiveParams:
             plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
             param.__class__ = PartitionedParameter
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
+        self._mark(name, is_here=not param.numel())
+
+    def _mark(self, name: str, *, is_here: bool) -> None:
+        """Sets the attributes of DeepSpeed's stage 3."""
+        if self.plan.stage == 3:
+            mark(self.own[name], self._indices[name], is_here=is_here, persists=name not in self._sharded)
+
+    def close(self) -> None:
+        """Removes the attributes of DeepSpeed's stage 3."""
+        for param in self.own.values():
+            unmark(param)
 
     def check(self) -> None:
         """Raises where a script has changed its module in a way that the state does not see and that would be lost.

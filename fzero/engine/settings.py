@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from operator import attrgetter
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from fzero.config.config import Config
 from fzero.engine.config_keys import EngineKeys
+from fzero.engine.settings_table import ATTRIBUTES, CONSTANT, GIVEN, REFUSED, look_up
 from fzero.step import TrainStep
 from sharding.views import torch_dtype
 
@@ -23,10 +25,12 @@ def _reads(kind: type[Value], place: str) -> Callable[[Settings], Value]:
 
 
 class Settings:
-    """The part of `Engine` that reads its configuration."""
+    """The part of `Engine` that reads its configuration. The rows of `settings_table` are methods, too."""
 
     train_step: TrainStep
     keys: EngineKeys
+    config: dict[str, Any]
+    """The configuration as the script gave it."""
 
     @property
     def cfg(self) -> Config:
@@ -110,3 +114,82 @@ class Settings:
         return 0
 
     get_tensor_parallel_rank = get_model_parallel_rank
+
+    def zero_overlap_comm(self) -> bool:
+        """As configured; DeepSpeed's default is true in stage 3 only."""
+        return bool(look_up(self.config, "zero_optimization.overlap_comm", self.train_step.plan.stage == 3))
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return getattr(self.zero_offload_optimizer(), "device", None) in ("cpu", "nvme")
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return getattr(self.zero_offload_optimizer(), "device", None) == "nvme"
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank is in the first group that shards the weights among itself."""
+        size = int(look_up(self.config, "zero_optimization.mics_shard_size", -1))
+        return self.train_step.rank < size if size > 0 else self.zero_optimization_partition_weights()
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self.keys.checkpoint.tag_validation != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self.keys.checkpoint.tag_validation == "FAIL"
+
+    def postscale_gradients(self) -> bool:
+        return not self.cfg.prescale_gradients
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are sent: as configured, or that of 16-bit parameters."""
+        named = self.cfg.communication_data_type or self.cfg.precision.param_dtype
+        return torch_dtype(named or "float32")
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.train_step.runtime.autocast
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """The classes whose computation `torch_autocast` does in 16 bits; DeepSpeed's default where none are configured."""
+        kinds = ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
+        default = [f"torch.nn.modules.{kind}" for kind in kinds]
+        return list(look_up(self.config, "torch_autocast.lower_precision_safe_modules", default))
+
+    def initial_dynamic_scale(self) -> int:
+        return int(2 ** look_up(self.config, "fp16.initial_scale_power", 16))
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The rules of a dynamic loss scale, under DeepSpeed's names."""
+        fp16 = self.cfg.fp16
+        return {
+            "init_scale": self.initial_dynamic_scale(), "scale_window": fp16.loss_scale_window, "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis, "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        }  # fmt: skip
+
+    def autotuning_metric_path(self) -> str:
+        return str(look_up(self.config, "autotuning.metric_path", Path.cwd() / "autotuning_metric.json"))
+
+    def autotuning_model_info_path(self) -> str:
+        return str(look_up(self.config, "autotuning.model_info_path", Path.cwd() / "autotuning_model_info.json"))
+
+
+def _given(name: str) -> Callable[[Settings], Any]:
+    key, default = GIVEN[name]
+    return lambda self: look_up(self.config, key, default)
+
+
+def _constant(name: str) -> Callable[[Settings], Any]:
+    return lambda self: CONSTANT[name]
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Settings, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"engine.{name}: must not be called, fzero has none: {REFUSED[name]}")
+
+    return method
+
+
+for _table, _made in ((GIVEN, _given), (CONSTANT, _constant), (REFUSED, _refused)):
+    for _name in _table:
+        setattr(Settings, _name, _made(_name))
+for _name, _value in ATTRIBUTES.items():
+    setattr(Settings, _name, _value)

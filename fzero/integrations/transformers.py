@@ -214,11 +214,11 @@ class Updating(EngineOptimizer):
 
     def __init__(self, engine: Engine) -> None:
         assert engine.optimizer is not None
-        super().__init__(engine.optimizer.param_groups, lambda: engine.loss_scale)
-        self._engine, engine.optimizer = engine, self
+        super().__init__(engine.optimizer.param_groups, lambda: engine)
+        engine.optimizer = self
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self._engine.step()
+        self._engine().step()
 
     @property
     def step_was_skipped(self) -> bool:

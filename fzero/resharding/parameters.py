@@ -1,4 +1,4 @@
-"""Full weight, gradient and optimizer state of single parameters, read and written through a state's shards.
+"""Full or local weight, gradient and optimizer state of single parameters, read and written through a state's shards.
 
 For tools and scripts that inspect single parameters; a step itself works on flat buffers.
 
@@ -18,10 +18,10 @@ from fzero.comms.failures import meet
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import FileTensor, in_memory
+from fzero.storage.file_tensor import in_memory, part_of
 from fzero.storage.shard_io import own_shard
-from fzero.verbs import gather_flat
-from sharding import Replicated, TensorSpec
+from fzero.verbs import gather_flat, start_reduce_scatter_grads
+from sharding import Replicated, Sharded, TensorSpec
 from sharding.views import torch_dtype, unflatten
 
 ALSO = {"momentum_buffer": "momentum"}
@@ -73,6 +73,73 @@ def with_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tens
     return _written(state, name, value.to(multiple.device) * multiple, grads)
 
 
+def unreduced_grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
+    """The full mean gradient of a parameter, like `grad_of`, where the ranks have not reduced theirs yet. *Collective.*
+
+    Reduces a copy, as the last backward will; the state does not change.
+    """
+    (flat, multiple), mesh = _grads(step, state, name), step.runtime.mesh
+    buffer = flat.buffer
+    meet("reading a gradient before it is reduced (safe_get_full_grad)", mesh.world)
+    full_P = in_memory(flat.flat).to(step.device, torch_dtype(buffer.flow.send_dtype), copy=True)
+    states = state.hook_states.get(buffer.key, {})
+    mean, _ = start_reduce_scatter_grads(full_P, buffer, mesh, step.plan.comm_hooks, states=states).wait()
+    if buffer.flow.reduces_to != "full":
+        mean = gather_flat(mean.to(torch_dtype(flat.spec.dtype)), buffer, mesh)
+    return flat.entries(mean, name).div_(multiple)
+
+
+def local_weight_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
+    """This rank's elements of a parameter (1-d) in fp32 or fp64, from the master if there is one; all where not sharded."""
+    return _weights(step, state, name)[0].read_local(name)
+
+
+def with_local_weight(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
+    """The state with other values of this rank's elements of the master, written in place.
+
+    *Collective* where parameters are kept in full beside a sharded master: every rank writes its part, and all get them.
+    """
+    first, *others = _weights(step, state, name)
+    first.write_local(name, value)
+    if first.buffer.flow.updates == "shard":
+        in_full = [flat for flat in (first, *others) if isinstance(flat.spec.spec, Replicated)]
+        full = first.joined(name) if in_full else None
+    else:
+        in_full, full = others, first.read(name)
+    for flat in in_full:
+        assert full is not None
+        flat.write(name, full)
+    for flat in others if not in_full else ():  # a sharded master, and sharded parameters
+        flat.write_local(name, first.read_local(name))
+    return state
+
+
+def local_grad_of(step: TrainStep, state: TrainState[Tensor], name: str) -> Tensor:
+    """This rank's elements (1-d) of the mean gradient of a parameter, unscaled and before clipping, in fp32."""
+    grads, multiple = _grads(step, state, name)
+    return grads.read_local(name).div_(multiple)
+
+
+def with_local_grad(step: TrainStep, state: TrainState[Tensor], name: str, value: Tensor) -> TrainState[Tensor]:
+    """The state with other values of this rank's elements of the mean gradient, written in place."""
+    grads, multiple = _grads(step, state, name)
+    grads.write_local(name, value.to(multiple.device) * multiple)
+    return state
+
+
+def local_optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Tensor:
+    """This rank's elements (1-d) of the optimizer state of a parameter, in fp32."""
+    return _leaf(step, state, name, key).read_local(name)
+
+
+def with_local_optimizer_state(
+    step: TrainStep, state: TrainState[Tensor], name: str, key: str, value: Tensor
+) -> TrainState[Tensor]:
+    """The state with other values of this rank's elements of a parameter's optimizer state, written in place."""
+    _leaf(step, state, name, key).write_local(name, value)
+    return state
+
+
 def optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Tensor:
     """The full optimizer state of a parameter under `key`, such as `exp_avg`, in fp32. *Collective* if sharded."""
     return _leaf(step, state, name, key).read(name)
@@ -108,8 +175,18 @@ class _Flat(NamedTuple):
 
     def read(self, name: str) -> Tensor:
         """The entries of one parameter, in fp32 or wider. *Collective* if sharded."""
-        view = self._view(self.full(), name).detach()
-        return view.to(torch.promote_types(view.dtype, torch.float32), copy=True)
+        return self.entries(self.full(), name)
+
+    def entries(self, full_P: Tensor, name: str) -> Tensor:
+        """A copy of the entries of one parameter in such a flat tensor, in fp32 or wider."""
+        return _wide(self._view(full_P, name))
+
+    def joined(self, name: str) -> Tensor:
+        """The entries of one parameter from the shards that the ranks update. *Collective.*"""
+        mesh = self.step.runtime.mesh
+        meet("writing a part of a parameter (safe_set_local_fp32_param)", mesh.world)
+        own = own_shard(in_memory(self.flat).to(self.step.device), self.buffer, mesh.shard)
+        return self.entries(gather_flat(own, self.buffer, mesh), name)
 
     def write(self, name: str, value: Tensor) -> None:
         """Overwrites the entries of one parameter. *Collective* if sharded."""
@@ -121,20 +198,49 @@ class _Flat(NamedTuple):
             )
         with torch.no_grad():
             target.copy_(value)
-            self.flat.copy_(self.step.runtime.builder.cut(full_P.to(torch_dtype(self.spec.dtype)), self.spec))
+            own = self.step.runtime.builder.cut(full_P.to(torch_dtype(self.spec.dtype)), self.spec)
+            part_of(self.flat, 0, self.flat.numel()).copy_(own)
+
+    def read_local(self, name: str) -> Tensor:
+        """A copy of this rank's elements of one parameter (1-d), in fp32 or wider; empty where it has none."""
+        return _wide(self._local(name)[:].to(self.step.device))
+
+    def write_local(self, name: str, value: Tensor) -> None:
+        """Overwrites this rank's elements of one parameter."""
+        own = self._local(name)
+        if own.numel() != value.numel():
+            raise ValueError(
+                f"parameter {name!r}: must be given a value for this rank's {own.numel()} elements, got {value.numel()}; change "
+                f"the one that safe_get_local_… returned"
+            )
+        if own.numel():
+            with torch.no_grad():
+                own.copy_(value.reshape(-1).to(own.dtype))
+
+    def _local(self, name: str) -> Any:
+        """This rank's elements of one parameter: a view, or a part of a file."""
+        buffer, step = self.buffer, self.step
+        if isinstance(self.spec.spec, Sharded):
+            shard = step.plan.mesh.shard_of(step.rank, self.spec.spec)
+            start = self.spec.partition(step.plan.mesh).bounds(shard)[0]
+            own: Any = self.flat
+        elif self.flat.numel() != buffer.shard_numel and buffer.flow.updates == "shard":  # a gradient kept in full
+            own, start = (
+                own_shard(self.flat, buffer, step.runtime.mesh.shard),
+                step.runtime.mesh.shard * buffer.shard_numel,
+            )
+        else:
+            own, start = self.flat, 0
+        first, end = buffer.layout.bounds(step.plan.aliases.get(name, name))
+        first, end = (min(max(place - start, 0), own.numel()) for place in (first, end))
+        return part_of(own, first, end)
 
     def _view(self, full_P: Tensor, name: str) -> Tensor:
         return unflatten(full_P, self.buffer.layout)[self.step.plan.aliases.get(name, name)]
 
 
 def _written(state: TrainState[Tensor], name: str, value: Tensor, *flats: _Flat) -> TrainState[Tensor]:
-    """The state, after a value was written to these. Raises ValueError if one is in a file, before any is written."""
-    for flat in flats:
-        if isinstance(flat.flat, FileTensor):
-            raise ValueError(
-                f"parameter {name!r}: must have its state in memory to be written, and it is in {flat.flat.path}; change it "
-                f"before training, or keep this state in memory (offload_optimizer.device, offload_param.device)"
-            )
+    """The state, after a value was written to these, in memory or in files."""
     for flat in flats:
         flat.write(name, value)
     return state
@@ -188,6 +294,11 @@ def _leaf(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> _F
             f"these"
         )
     return found[0]
+
+
+def _wide(view: Tensor) -> Tensor:
+    """A copy in fp32, or fp64 if the values are."""
+    return view.detach().to(torch.promote_types(view.dtype, torch.float32), copy=True)
 
 
 def _last(path: str) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import resource
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,18 @@ def host_memory() -> int:
 def process_memory(field: str) -> int:
     """Bytes of this process: `VmRSS` resident, `VmHWM` its peak, `VmData` private; 0 where the system does not report it."""
     return _numbers(Path("/proc/self/status")).get(field, 0)
+
+
+def machine_memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes that are free on the machine, or can be freed."""
+    return _numbers(Path("/proc/meminfo")).get(
+        "MemAvailable", os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    )
 
 
 def _available() -> Iterator[tuple[str, int]]:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fzero.deepspeed.ops import adam
+from fzero.deepspeed.ops import adagrad, adam, lion
 
-__all__ = ["adam"]
+__all__ = ["adagrad", "adam", "lion"]

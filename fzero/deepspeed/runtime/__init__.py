@@ -1,7 +1,27 @@
-"""`deepspeed.runtime`: some functions in DeepSpeed's places."""
+"""`deepspeed.runtime`: DeepSpeed's modules of training, in its places."""
 
 from __future__ import annotations
 
-from fzero.deepspeed.runtime import lr_schedules, utils, zero
+from fzero.deepspeed.runtime import (
+    activation_checkpointing,
+    base_optimizer,
+    config,
+    config_utils,
+    dataloader,
+    engine,
+    lr_schedules,
+    utils,
+    zero,
+)
 
-__all__ = ["lr_schedules", "utils", "zero"]
+__all__ = [
+    "activation_checkpointing",
+    "base_optimizer",
+    "config",
+    "config_utils",
+    "dataloader",
+    "engine",
+    "lr_schedules",
+    "utils",
+    "zero",
+]

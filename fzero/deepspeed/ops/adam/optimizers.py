@@ -1,4 +1,4 @@
-"""`deepspeed.ops.adam`: Adam under DeepSpeed's names. Given to `initialize`, it becomes fzero's own on the state's shards."""
+"""Adam under DeepSpeed's names. Given to `initialize`, it becomes fzero's own on the state's shards."""
 
 from __future__ import annotations
 

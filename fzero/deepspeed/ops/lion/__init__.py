@@ -1,0 +1,7 @@
+"""`deepspeed.ops.lion`: Lion under DeepSpeed's names."""
+
+from __future__ import annotations
+
+from fzero.deepspeed.ops.lion.optimizers import DeepSpeedCPULion, FusedLion
+
+__all__ = ["DeepSpeedCPULion", "FusedLion"]

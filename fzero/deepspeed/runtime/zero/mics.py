@@ -1,0 +1,11 @@
+"""`deepspeed.runtime.zero.mics`: MiCS is the key `zero_optimization.mics_shard_size`."""
+
+from fzero.deepspeed.runtime.zero.partition_parameters import Init
+from fzero.engine.optimizer import EngineOptimizer as MiCS_Optimizer
+
+
+class MiCS_Init(Init):
+    """As `Init`."""
+
+
+__all__ = ["MiCS_Init", "MiCS_Optimizer"]

@@ -1,0 +1,169 @@
+"""The tables of DeepSpeed's engine methods that read its configuration, and of those that fzero answers with a constant.
+
+`Settings` has a method for every row. `GIVEN` reads the configuration as the script wrote it; a key that is left out or "auto"
+has DeepSpeed's default. `CONSTANT` is for features that fzero does not have: they are off. `REFUSED` is for methods that
+change how DeepSpeed trains, which have no counterpart here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_ZERO, _OFFLOAD, _FP16, _BF16 = "zero_optimization", "zero_optimization.offload_optimizer", "fp16", "bf16"
+
+GIVEN: dict[str, tuple[str, Any]] = {
+    "aio_config": ("aio", None),
+    "autotuning_enabled": ("autotuning.enabled", False),
+    "autotuning_end_profile_step": ("autotuning.end_profile_step", 5),
+    "autotuning_metric": ("autotuning.metric", "throughput"),
+    "autotuning_start_profile_step": ("autotuning.start_profile_step", 3),
+    "bf16_master_weights_and_gradients": (f"{_BF16}.bf16_master_weights_and_grads", False),
+    "bf16_optimizer_states": (f"{_BF16}.bf16_optimizer_states", False),
+    "cpuadam_cores_perc": (f"{_OFFLOAD}.cpuadam_cores_perc", 0.9),
+    "elasticity_enabled": ("elasticity.enabled", False),
+    "flops_profiler_recompute_fwd_factor": ("flops_profiler.recompute_fwd_factor", 0.0),
+    "fp16_auto_cast": (f"{_FP16}.auto_cast", False),
+    "fp16_master_weights_and_gradients": (f"{_FP16}.fp16_master_weights_and_grads", False),
+    "gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "is_sanity_checks_enabled": (f"{_ZERO}.enable_sanity_checks", False),
+    "log_level": ("log_level", None),
+    "optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "optimizer_params": ("optimizer.params", None),
+    "scheduler_params": ("scheduler.params", None),
+    "sparse_gradients_enabled": ("sparse_gradients", False),
+    "super_offload": (f"{_OFFLOAD}.super_offload", False),
+    "torch_autocast_enabled": ("torch_autocast.enabled", False),
+    "zero_allgather_partitions": (f"{_ZERO}.allgather_partitions", True),
+    "zero_allgather_sequential": (f"{_ZERO}.allgather_sequential", False),
+    "zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "zero_contiguous_gradients": (f"{_ZERO}.contiguous_gradients", True),
+    "zero_elastic_checkpoint": (f"{_ZERO}.elastic_checkpoint", False),
+    "zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+    "zero_hpz_partition_size": (f"{_ZERO}.zero_hpz_partition_size", 1),
+    "zero_ignore_unused_parameters": (f"{_ZERO}.ignore_unused_parameters", True),
+    "zero_legacy_stage1": (f"{_ZERO}.legacy_stage1", False),
+    "zero_load_from_fp32_weights": (f"{_ZERO}.load_from_fp32_weights", True),
+    "zero_log_trace_cache_warnings": (f"{_ZERO}.log_trace_cache_warnings", False),
+    "zero_max_live_parameters": (f"{_ZERO}.stage3_max_live_parameters", 1_000_000_000),
+    "zero_max_reuse_distance": (f"{_ZERO}.stage3_max_reuse_distance", 1_000_000_000),
+    "zero_model_persistence_threshold": (f"{_ZERO}.stage3_model_persistence_threshold", 2**63 - 1),
+    "zero_module_granularity_threshold": (f"{_ZERO}.stage3_module_granularity_threshold", 0),
+    "zero_multi_rank_bucket_allreduce": (f"{_ZERO}.use_multi_rank_bucket_allreduce", True),
+    "zero_param_persistence_threshold": (f"{_ZERO}.stage3_param_persistence_threshold", 100_000),
+    "zero_partial_offload": (f"{_OFFLOAD}.ratio", 1.0),
+    "zero_prefetch_bucket_size": (f"{_ZERO}.stage3_prefetch_bucket_size", 50_000_000),
+    "zero_quantized_gradients": (f"{_ZERO}.zero_quantized_gradients", False),
+    "zero_quantized_nontrainable_weights": (f"{_ZERO}.zero_quantized_nontrainable_weights", False),
+    "zero_quantized_weights": (f"{_ZERO}.zero_quantized_weights", False),
+    "zero_reduce_scatter": (f"{_ZERO}.reduce_scatter", True),
+    "zero_round_robin_gradients": (f"{_ZERO}.round_robin_gradients", False),
+    "zero_save_muon_momentum_buffer_in_memory": (f"{_ZERO}.save_muon_momentum_buffer_in_memory", False),
+    "zero_sub_group_size": (f"{_ZERO}.sub_group_size", 1_000_000_000),
+    "zeropp_loco_param": (f"{_ZERO}.zeropp_loco_param", None),
+    "mics_shard_size": (f"{_ZERO}.mics_shard_size", -1),
+}
+"""Method: the key of the configuration, and DeepSpeed's default."""
+
+CONSTANT: dict[str, Any] = {
+    "amp_params": False,
+    "autotp_size": 0,
+    "autotuning_profile_model_info": False,
+    "checkpoint_serialization_enabled": True,
+    "checkpoint_writer_enabled": False,
+    "compile_autosp": False,
+    "compile_autotp": False,
+    "compile_zero_optimization_stage": False,
+    "curriculum_enabled_legacy": False,
+    "curriculum_learning_config": {"enabled": False},
+    "curriculum_learning_enabled": False,
+    "curriculum_params_legacy": False,
+    "data_efficiency_config": {"enabled": False},
+    "data_efficiency_enabled": False,
+    "data_sampling_config": {"enabled": False},
+    "data_sampling_enabled": False,
+    "eigenvalue_enabled": False,
+    "get_pld_theta": None,
+    "get_sequence_parallel_group": None,
+    "graph_harvesting": False,
+    "is_deepcompile_active": False,
+    "is_deepcompile_enabled": False,
+    "is_elastic_model_parallel_supported": None,
+    "load_universal_checkpoint": False,
+    "managed_gradient_accumulation": True,
+    "pld_enabled": False,
+    "pld_params": False,
+    "quantize_training": (False, False, 1, False, 0.001, "symmetric", "nearest", False, False),
+    "random_ltd_config": {"enabled": False},
+    "random_ltd_enabled": False,
+    "tensor_parallel_config": None,
+    "use_node_local_storage": False,
+    "uses_parallelization_pass_only": False,
+    "zenflow_config": None,
+}
+"""Method: what it returns."""
+
+ATTRIBUTES: dict[str, Any] = {
+    "block_eigenvalue": None,
+    "compression_scheduler": None,
+    "eigenvalue": None,
+    "enable_backward_allreduce": True,
+    "has_moe_layers": False,
+    "has_sequence_parallel_params": False,
+    "mesh_device": None,
+    "mp_world_size": 1,
+    "num_experts": (),
+    "pipeline_parallelism": False,
+    "progressive_layer_drop": None,
+    "random_ltd_scheduler": None,
+    "seq_parallel_group": None,
+    "sequence_parallel_size": 1,
+    "use_ds_comm": False,
+}
+"""Attribute: its value."""
+
+_BY_BACKWARD = "engine.backward(loss) reduces gradients, on all ranks together"
+_BY_SCHEDULE = "it has no data efficiency library; give the dataset the order that you want"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "all_gather_scalar", "allreduce_and_copy", "allreduce_bucket", "allreduce_gradients", "allreduce_no_retain",
+            "buffered_allreduce_fallback", "coalesce_grad_reduction", "sparse_all_gather", "sparse_allreduce",
+            "sparse_allreduce_bucket", "sparse_allreduce_no_retain",
+        ),
+        _BY_BACKWARD,
+    ),
+    "clip_fp32_gradients": "engine.step() clips them; set the key gradient_clipping",
+    **dict.fromkeys(("set_custom_curriculum_learning_schedule", "random_ltd_initialize"), _BY_SCHEDULE),
+    **dict.fromkeys(("pld_gamma", "pld_theta"), "it has no progressive layer drop"),
+    **dict.fromkeys(
+        (
+            "get_autosp_backend", "get_autotp_backend", "get_deepcompile_backend", "get_deepspeed_compile_backend",
+            "register_compile_pass",
+        ),
+        "engine.compile() compiles the repeated blocks",
+    ),
+    **dict.fromkeys(
+        (
+            "eigenvalue_gas_boundary_resolution", "eigenvalue_layer_name", "eigenvalue_layer_num", "eigenvalue_max_iter",
+            "eigenvalue_stability", "eigenvalue_tol", "eigenvalue_verbose",
+        ),
+        "it has no eigenvalues; ask engine.eigenvalue_enabled() first",
+    ),
+    "get_optimizer_configuration": "engine.optimizer_name() and engine.optimizer_params() return it",
+    "load_moe_state_dict": "it has no mixtures of experts",
+    "print_forward_breakdown": "the key wall_clock_breakdown prints a table after each update",
+}  # fmt: skip
+"""Method: the end of the sentence `engine.<method>: fzero has none: …`."""
+
+
+def look_up(config: Any, key: str, default: Any) -> Any:
+    """The value of a dotted key; the default where it is missing or "auto".
+
+    >>> look_up({"zero_optimization": {"stage": 3, "overlap_comm": "auto"}}, "zero_optimization.stage", 0)
+    3
+    >>> look_up({"zero_optimization": {"overlap_comm": "auto"}}, "zero_optimization.overlap_comm", False)
+    False
+    """
+    for part in key.split("."):
+        config = config.get(part) if isinstance(config, dict) else None
+    return default if config is None or config == "auto" else config
