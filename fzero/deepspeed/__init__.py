@@ -12,7 +12,6 @@ from typing import NoReturn
 from fzero.deepspeed import (
     accelerator,
     checkpoint,
-    checkpointing,
     comm,
     elasticity,
     git_version_info,
@@ -27,6 +26,7 @@ from fzero.deepspeed import (
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
 from fzero.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
 from fzero.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from fzero.deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
