@@ -142,7 +142,7 @@ def _check_makers(optimizer: object, lr_scheduler: object) -> None:
 
 def _source(args: Any, config: Source | None, config_params: Source | None) -> Source:
     """The only configuration that was passed."""
-    of_args = getattr(args, "deepspeed_config", None)
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     given = {"config": config, "config_params": config_params, "args.deepspeed_config": of_args}
     found = {name: value for name, value in given.items() if value is not None}
     if len(found) != 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import importlib
 import inspect
@@ -498,6 +499,17 @@ def test_models_are_made_on_a_device_in_a_dtype() -> None:
     with deepspeed.OnDevice(dtype=torch.float16, device="cpu", enabled=False):
         assert nn.Linear(2, 2).weight.dtype == torch.float32
     assert torch.zeros(2).dtype == torch.float32
+
+
+def test_a_script_gives_its_configuration_on_the_command_line(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        '{"train_batch_size": 12, "optimizer": {"type": "AdamW"}, "zero_optimization": {"sub_group_size": 7}}'
+    )
+    parser = deepspeed.add_tuning_arguments(deepspeed.add_config_arguments(argparse.ArgumentParser()))
+    for spelling in ("--deepspeed_config", "--deepscale_config"):
+        engine = deepspeed.initialize(parser.parse_args([spelling, str(file)]), make(Net))[0]
+        assert (engine.zero_sub_group_size(), engine.config["train_batch_size"]) == (7, 12)
 
 
 def test_experts_are_none() -> None:
