@@ -37,6 +37,7 @@ class CheckpointFunction:
 class CudaRNGStatesTracker:
     """States of the random generator by name: inside `fork(name)` random numbers come from that state.
 
+    >>> import torch
     >>> tracker = CudaRNGStatesTracker()
     >>> tracker.add("one", 3)
     >>> with tracker.fork("one"):
