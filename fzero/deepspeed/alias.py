@@ -75,7 +75,7 @@ def own_object(where: Origin, name: str) -> tuple[Any] | None:
     """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none.
 
     >>> own_object(Origin("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
-    (<class 'fzero.deepspeed.zero.Init'>,)
+    (<class 'fzero.deepspeed.runtime.zero.partition_parameters.Init'>,)
     """
     for theirs in backing():
         for given in dict.fromkeys((where.name, name)):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from training import Odd, make, tokens
 
 import fzero
-from fzero.resharding.parameters import with_weight
+from fzero.resharding.parameters import weight_of, with_weight
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileTensors, in_memory
 from fzero.storage.state_files import StateFiles
@@ -158,16 +158,17 @@ def test_real_ranks_have_the_bits_of_the_device_for_odd_models_too(
     assert list(tmp_path.iterdir()) == [], "files go with the state"
 
 
-def test_a_weight_whose_parameters_are_in_files_is_refused_before_its_master_is_written(tmp_path: Path) -> None:
+def test_a_weight_whose_parameters_are_in_files_is_written_with_its_master(tmp_path: Path) -> None:
     cfg = config(3, optimizer=ADAMW, **in_files(tmp_path)) | PRECISIONS["bfloat16"]
     step = fzero.make_train_step(make(blocks), cfg)
     state = step.init()
-    before = {key: master.clone() for key, master in state.master.items()}
-    buffer = step.plan.flat_buffers[0]
-    name, shape = buffer.layout.names[0], buffer.layout.shapes[0]
-    with pytest.raises(ValueError, match=r"must have its state in memory to be written, and it is in .*offload_param"):
-        with_weight(step, state, name, torch.full(shape, 3.0))
-    assert all(torch.equal(before[key], master) for key, master in state.master.items())
+    before = {name: value.clone() for name, value in step.gather(state).items()}
+    name, shape = step.plan.flat_buffers[0].layout.names[0], step.plan.flat_buffers[0].layout.shapes[0]
+    state = with_weight(step, state, name, torch.full(shape, 3.0))
+    after = step.gather(state)
+    assert torch.equal(after[name], torch.full(shape, 3.0, dtype=after[name].dtype))
+    assert all(torch.equal(after[other], value) for other, value in before.items() if other != name)
+    assert (weight_of(step, state, name) == 3.0).all()
 
 
 def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
