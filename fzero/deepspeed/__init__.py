@@ -21,11 +21,11 @@ from fzero.deepspeed import (
     profiling,
     runtime,
     utils,
-    zero,
 )
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.runtime import zero
 from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
 from fzero.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
 from fzero.deepspeed.runtime.dataloader import DeepSpeedDataLoader

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import import_module, util
@@ -37,23 +37,13 @@ INTERNAL = {f"{OWN}.{name}" for name in ("__main__", "alias", "alias_path", "mis
 
 
 @cache
-def backing() -> Mapping[str, tuple[str, ...]]:
-    """fzero's modules for each of DeepSpeed's, the one of the same name first; `runtime.zero` has two, for it is `zero`, too.
-
-    >>> backing()["deepspeed.runtime.zero"]
-    ('fzero.deepspeed.runtime.zero', 'fzero.deepspeed.zero')
-    """
-    found: dict[str, tuple[str, ...]] = {ROOT: (OWN,)}
+def own_modules() -> frozenset[str]:
+    """The modules of DeepSpeed of which fzero has its own, `fzero.` before their names."""
     package = import_module(OWN)
-    for own in sorted(info.name for info in walk_packages(package.__path__, f"{OWN}.")):
-        if own in INTERNAL or own.startswith(f"{OWN}.alias_path."):
-            continue
-        theirs = own.removeprefix("fzero.")
-        where = origin(ROOT, theirs.removeprefix(f"{ROOT}."))
-        if theirs not in modules() and where is not None and where.kind == "modules":
-            theirs = where.module  # such as deepspeed.zero, which is deepspeed.runtime.zero
-        found[theirs] = (*found.get(theirs, ()), own)
-    return {theirs: tuple(sorted(owns, key=lambda own: own != f"fzero.{theirs}")) for theirs, owns in found.items()}
+    found = {info.name for info in walk_packages(package.__path__, f"{OWN}.")} - INTERNAL
+    return frozenset(
+        {ROOT} | {name.removeprefix("fzero.") for name in found if not name.startswith(f"{OWN}.alias_path.")}
+    )
 
 
 def find(module: str, name: str) -> Any:
@@ -77,7 +67,7 @@ def own_object(where: Origin, name: str) -> tuple[Any] | None:
     >>> own_object(Origin("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
     (<class 'fzero.deepspeed.runtime.zero.partition_parameters.Init'>,)
     """
-    for theirs in backing():
+    for theirs in sorted(own_modules()):
         for given in dict.fromkeys((where.name, name)):
             if origin(theirs, given) == where and (found := own_attribute(theirs, given)) is not None:
                 return found
@@ -85,15 +75,16 @@ def own_object(where: Origin, name: str) -> tuple[Any] | None:
 
 
 def own_attribute(theirs: str, name: str) -> tuple[Any] | None:
-    """What fzero's modules for a module of DeepSpeed have under a name themselves."""
-    for own in backing().get(theirs, ()):
-        module = import_module(own)
-        if name in vars(module):
-            return (vars(module)[name],)
-        getter = _before[own] if own in _before else vars(module).get("__getattr__")
-        if getter is not None:
-            with suppress(AttributeError):
-                return (getter(name),)
+    """What fzero's module for a module of DeepSpeed has under a name itself."""
+    if theirs not in own_modules():
+        return None
+    module = import_module(f"fzero.{theirs}")
+    if name in vars(module):
+        return (vars(module)[name],)
+    getter = _before[module.__name__] if module.__name__ in _before else vars(module).get("__getattr__")
+    if getter is not None:
+        with suppress(AttributeError):
+            return (getter(name),)
     return None
 
 
@@ -186,8 +177,6 @@ class Finder(MetaPathFinder):
 
 def _own_name(theirs: str) -> str | None:
     """fzero's module for a module of DeepSpeed's name."""
-    if theirs in backing():
-        return backing()[theirs][0]
     own = f"fzero.{theirs}"
     try:
         return own if util.find_spec(own) is not None else None
@@ -217,11 +206,9 @@ def install(*, announce: bool | None = None) -> None:
             f"fzero run --as-deepspeed"
         )
     sys.meta_path.insert(0, Finder())
-    for theirs, owns in backing().items():
-        for own in owns:
-            fall_back(module := import_module(own), theirs)
-            sys.modules[own.removeprefix("fzero.")] = module
-        sys.modules[theirs] = import_module(owns[0])
+    for theirs in own_modules():
+        fall_back(module := import_module(f"fzero.{theirs}"), theirs)
+        sys.modules[theirs] = module
     inherited = str(FOLDER) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     _extend_paths()
     if (not inherited if announce is None else announce) and os.environ.get("RANK", "0") == "0":

@@ -38,7 +38,7 @@ INSTEAD = {
     "deepspeed.model_implementations": "use the model of its library",
     "deepspeed.module_inject": DATA_PARALLEL,
     "deepspeed.moe": "ordinary modules of experts are trained data-parallel, as all are; expert parallelism needs DeepSpeed",
-    "deepspeed.monitor": 'use the blocks "csv_monitor" and "tensorboard" of the configuration',
+    "deepspeed.monitor": 'use the blocks "csv_monitor", "tensorboard", "wandb" and "comet" of the configuration',
     "deepspeed.nebula": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.nvme": "fzero env --path measures a disk",
     "deepspeed.ops": KERNELS,

@@ -57,7 +57,7 @@ CLIENTS = {
         :add_config_arguments add_tuning_arguments DeepSpeedConfigError DeepSpeedOptimizer OnDevice version
         moe.utils:split_params_into_different_moe_groups_for_optimizer is_moe_param has_moe_layers
         elasticity:compute_elastic_config  profiling.flops_profiler:get_model_profile FlopsProfiler
-        runtime.dataloader:RepeatingLoader DeepSpeedDataLoader  zero:MiCS_Init  git_version_info:git_hash
+        runtime.dataloader:RepeatingLoader DeepSpeedDataLoader  runtime.zero:MiCS_Init  git_version_info:git_hash
         utils:RepeatingLoader instrument_w_nvtx log_dist OnDevice safe_update_full_grad_vectorized get_z3_leaf_modules
         utils.logging:logger log_dist warning_once print_json_dist  utils.timer:SynchronizedWallClockTimer ThroughputTimer
         comm:all_reduce get_local_rank get_world_group ReduceOp barrier is_initialized
