@@ -42,9 +42,9 @@ SILENT = 10.0  # seconds without an answer after which a rank counts as one that
 MOVING = 3.0  # the same as TICK while this rank starts collectives
 PATIENCE = 20.0  # the longest time that a report waits for answers, in seconds
 HASTE = 8.0  # the same as PATIENCE after a lost connection, which one rank may see long before the others
+HEARD = 8.0  # the longest time for which the rank that keeps the store stays until the others have read the report
 MORE = 1.0  # after it finds a rank that is gone, seconds in which a report looks for more such ranks
 AGAIN = 0.3  # seconds between two checks for something that is expected soon, such as the end of a process
-HEARD = 5.0  # seconds for which the rank that keeps the store waits until the others have read the report
 
 
 class Store(Protocol):
@@ -260,6 +260,7 @@ class Watchdog:
         self._answer()
         if not is_first:
             self._hears(PATIENCE + 2)
+            self._stay_until_heard()
             return self._report
         deadline = time.monotonic() + (PATIENCE if is_late else HASTE)
         answers: dict[int, Answer] = {}
@@ -277,12 +278,25 @@ class Watchdog:
             print(stacks(found), file=sys.stderr, flush=True)
         self._report = summary(found, self.world_size)
         self.store.set("summary", "\n".join(self._report))
-        if self.rank == 0 and rank_0_keeps_store():
-            deadline = time.monotonic() + HEARD
-            num_others = sum(not answer.is_silent for answer in found) - 1
-            while self.store.add("heard", 0) < num_others and time.monotonic() < deadline:
-                time.sleep(0.1)
+        self.store.add("heard", 1)
+        self._stay_until_heard()
         return self._report
+
+    def _stay_until_heard(self) -> None:
+        """If this rank keeps the job's store: waits until all ranks whose processes live have read the report.
+
+        A rank that has not answered yet counts, too: on a busy machine it may see the lost connection seconds later.
+        """
+        if self.rank != 0 or not rank_0_keeps_store():
+            return
+        deadline = time.monotonic() + HEARD
+        while time.monotonic() < deadline:
+            self._answer_for_gone()
+            answers = [_text(self.store, f"answer/{rank}") for rank in range(self.world_size)]
+            num_gone = sum(json.loads(answer or "{}").get("is_gone", False) for answer in answers)
+            if self.store.add("heard", 0) >= self.world_size - num_gone:
+                return
+            time.sleep(0.1)
 
     def _finds_keeper(self) -> bool:
         if self._keeper is None:
