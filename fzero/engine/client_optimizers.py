@@ -137,8 +137,8 @@ def _taker(names: Collection[str]) -> Callable[[str, Tensor], bool]:
 def _block_of(optimizer: torch.optim.Optimizer) -> type[OptimizerBlock] | None:
     """fzero's own block for the optimizer; None where fzero does not implement its class or a flag of its groups."""
     found = next((cls for cls in type(optimizer).__mro__ if cls in _BLOCKS), None)
-    if found is None or type(optimizer).step is not found.step:
-        return None
+    if found is None or inspect.unwrap(type(optimizer).step) is not inspect.unwrap(found.step):
+        return None  # torch wraps `step` in the class that is made first, so that the functions themselves may differ
     if any(group.get(flag) for group in optimizer.param_groups for flag in ("amsgrad", "maximize")):
         return None
     return OPTIMIZERS[_BLOCKS[found]]

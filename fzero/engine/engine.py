@@ -28,7 +28,7 @@ from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.facade import HasTools
-from fzero.engine.monitor import monitors
+from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
@@ -75,6 +75,7 @@ class Engine(KeepsFiles, HasTools):
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
+        check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
         dtype = dtype_of(train_step.plan, train_step.runtime.autocast)

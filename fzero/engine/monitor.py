@@ -16,6 +16,9 @@ from fzero.engine.config_keys import CometKeys, EngineKeys, Monitor, WandbKeys
 
 PREFIX = "Train/Samples/"
 
+PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
+"""The packages of the monitors, by their keys."""
+
 Write = Callable[[Mapping[str, float], int], None]
 """Writes values by the names of their events, and the number of samples so far."""
 
@@ -32,6 +35,17 @@ def monitors(keys: EngineKeys) -> list[Write]:
     if keys.comet.enabled:
         made.append(_comet(keys.comet))
     return made
+
+
+def check_packages(keys: EngineKeys) -> None:
+    """Raises where the package of an enabled monitor is missing: on every rank, before rank 0 writes alone.
+
+    Raises:
+        ConfigError: a package cannot be imported.
+    """
+    for key in PACKAGES:
+        if getattr(keys, key).enabled:
+            _package(key)
 
 
 def event_of(name: str) -> str:
@@ -81,7 +95,7 @@ def _csv_monitor(keys: Monitor) -> Write:
 
 def _tensorboard(keys: Monitor) -> Write:
     """torch's own writer, which needs the package `tensorboard`."""
-    module = _package("tensorboard", "tensorboard", "torch.utils.tensorboard")
+    module = _package("tensorboard", "torch.utils.tensorboard")
     writer = module.SummaryWriter(str(Path(keys.output_path or "runs") / keys.job_name))
 
     def write(events: Mapping[str, float], samples: int) -> None:
@@ -94,7 +108,7 @@ def _tensorboard(keys: Monitor) -> Write:
 
 def _wandb(keys: WandbKeys) -> Write:
     """One log call per event, by the samples so far."""
-    wandb = _package("wandb", "wandb")
+    wandb = _package("wandb")
     wandb.init(project=keys.project, group=keys.group, entity=keys.team)
 
     def write(events: Mapping[str, float], samples: int) -> None:
@@ -106,7 +120,7 @@ def _wandb(keys: WandbKeys) -> Write:
 
 def _comet(keys: CometKeys) -> Write:
     """One metric per event, once in `samples_log_interval` samples."""
-    comet = _package("comet", "comet_ml")
+    comet = _package("comet")
     experiment = comet.start(
         api_key=keys.api_key, project=keys.project, workspace=keys.workspace, experiment_key=keys.experiment_key,
         mode=keys.mode, online=keys.online,
@@ -124,15 +138,16 @@ def _comet(keys: CometKeys) -> Write:
     return write
 
 
-def _package(key: str, package: str, module: str | None = None) -> Any:
+def _package(key: str, module: str | None = None) -> Any:
     """The module of a monitor's package.
 
     Raises:
         ConfigError: it cannot be imported.
     """
     try:
-        return importlib.import_module(module or package)
+        return importlib.import_module(module or PACKAGES[key])
     except ImportError as error:
+        package = PACKAGES[key]
         raise ConfigError(
             f"{key}.enabled: needs the package {package}, which cannot be imported ({error}); pip install {package}, or use "
             f"csv_monitor"

@@ -18,6 +18,7 @@ import fzero
 from fzero import Config, ConfigError, ConfigWarning
 from fzero.config.table import ShownConfig
 from fzero.config.unknown_keys import IGNORED_IN, without_unknown
+from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from fzero.engine.config_keys import EngineKeys, read
 from fzero.engine.monitor import monitors
 from fzero.optim import ShardContents
@@ -272,6 +273,28 @@ def test_what_a_program_fills_in_is_shown_as_auto() -> None:
         Config.load({"scheduler": scheduler})
 
 
+# --- classes of optimizers -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", [FusedAdam, DeepSpeedCPUAdam])
+def test_bias_correction_of_a_class_is_that_of_the_configuration(cls: type[torch.optim.Adam]) -> None:
+    given = {"lr": 0.5, "betas": (0.8, 0.9), "bias_correction": False}
+    weights = []
+    for by_class in (True, False):
+        model = nn.Linear(2, 1)
+        nn.init.ones_(model.weight)
+        block = {} if by_class else {"optimizer": {"type": "Adam", "params": given}}
+        optimizer = cls(model.parameters(), **given) if by_class else None
+        engine = fzero.initialize(model=model, optimizer=optimizer, config={"train_batch_size": 3, **block})[0]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(3, 2)).mean())
+            engine.step()
+        weights.append(engine.module_state_dict()["weight"])
+    assert torch.equal(*weights)
+    with pytest.raises(ValueError, match=f"{cls.__name__}.step: bias_correction must be True"):
+        cls(nn.Linear(2, 1).parameters(), **given).step()
+
+
 # --- monitors ----------------------------------------------------------------------------------------------------
 
 
@@ -328,5 +351,11 @@ def test_a_monitor_whose_package_is_missing_names_it(key: str, package: str, mon
     monkeypatch.setitem(sys.modules, package, None)  # an import fails
     with pytest.raises(ConfigError, match=rf"{key}.enabled: needs the package {package}.*or use csv_monitor"):
         monitors(EngineKeys.model_validate({key: {"enabled": True}}))
+    with (
+        monkeypatch.context() as other,
+        pytest.raises(ConfigError, match=f"{key}.enabled: needs the package {package}"),
+    ):
+        other.setattr("fzero.engine.engine.monitors", lambda keys: [])  # as on all ranks but the first
+        _train(**{key: {"enabled": True}})
     with pytest.raises(ConfigError, match=f"{key}.projekt: unknown key"):
         read({key: {"enabled": True, "projekt": "x"}})

@@ -23,8 +23,8 @@ class FusedAdam(torch.optim.Adam):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> None:
-        _check(type(self).__name__, bias_correction, amsgrad)
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adam_w_mode)
+        _finish(self, bias_correction, amsgrad)
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam):
@@ -42,18 +42,29 @@ class DeepSpeedCPUAdam(torch.optim.Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        _check(type(self).__name__, bias_correction, amsgrad)
         if not fp32_optimizer_states:
             raise ValueError(
                 "DeepSpeedCPUAdam: fp32_optimizer_states must be True, got False; bf16.bf16_optimizer_states of the "
                 "configuration says otherwise"
             )
         super().__init__(model_params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode)
+        _finish(self, bias_correction, amsgrad)
 
 
-def _check(name: str, bias_correction: bool, amsgrad: bool) -> None:
-    if not bias_correction or amsgrad:
+def _finish(optimizer: torch.optim.Adam, bias_correction: bool, amsgrad: bool) -> None:
+    """Puts DeepSpeed's flag into the groups, where `initialize` reads it."""
+    name = type(optimizer).__name__
+    if amsgrad:
+        raise ValueError(f"{name}: amsgrad must be False, as in DeepSpeed, got {amsgrad}; torch.optim.Adam has it")
+    optimizer.defaults["bias_correction"] = bias_correction
+    for group in optimizer.param_groups:
+        group.setdefault("bias_correction", bias_correction)
+    optimizer.register_step_pre_hook(_check_step)
+
+
+def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if not all(group["bias_correction"] for group in optimizer.param_groups):
         raise ValueError(
-            f"{name}: bias_correction must be True and amsgrad False, got {bias_correction} and {amsgrad}; torch.optim.Adam has "
-            f"amsgrad"
+            f"{type(optimizer).__name__}.step: bias_correction must be True where the optimizer steps by itself, got False; "
+            f"give the optimizer to initialize, and call engine.step()"
         )
