@@ -118,6 +118,15 @@ def test_two_hosts_learn_what_one_machine_learns_bit_for_bit(hosts, losses_of_on
     assert_none_left(tmp_path, within=ALL_HEAR_OF_IT)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_ranks_of_all_hosts_import_fzero_as_deepspeed(hosts, tmp_path, launcher):
+    job = hosts.start(tmp_path, "imports deepspeed", launcher, "--as_deepspeed", "--no_local_rank")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert [(tmp_path / f"deepspeed.{rank}").read_text() for rank in range(2)] == ["fzero.engine.initialize"] * 2
+
+
 @pytest.mark.parametrize("launcher", WITH_AGENTS)
 def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_told_once(hosts, tmp_path, launcher):
     job = hosts.start(tmp_path, "exits", launcher, "--no_ssh_check")

@@ -46,6 +46,12 @@ def main(scenario: str, folder: Path) -> None:
         return train(folder)
     if scenario == "rank 1 leaves":
         return train(folder, leaves=1)
+    if scenario == "imports deepspeed":
+        import deepspeed
+
+        deepspeed.init_distributed()  # which knows mpirun's variables, too
+        name = f"deepspeed.{deepspeed.comm.get_rank()}"
+        return (folder / name).write_text(deepspeed.initialize.__module__) and None
     rank, world_size = int(os.environ["RANK"]), os.environ["WORLD_SIZE"]
     print(f"rank {rank} of {world_size} says hello", flush=True)
     if scenario == "environment":
