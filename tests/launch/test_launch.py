@@ -427,6 +427,7 @@ def test_nothing_is_left_when_fzero_itself_is_killed(tmp_path):
     assert_none_left(tmp_path, within=SECONDS_TO_END + 10)  # also what they had started
 
 
+@pytest.mark.long
 def test_with_restarts_the_ranks_come_back(tmp_path):
     job = fzero(tmp_path, "fails once", "--num_procs", "2", "--max_restarts", "1")
     output, errors = job.communicate(timeout=60)
@@ -434,6 +435,7 @@ def test_with_restarts_the_ranks_come_back(tmp_path):
     assert output.count("rank 0 of 2 says hello") == 2
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_with_code_0_before_the_others_is_named_by_them_and_by_the_launcher(tmp_path):
     job = fzero(tmp_path, "rank 1 leaves", "--num_procs", "2", env=os.environ | {"OMP_NUM_THREADS": "1"})
     _, errors = job.communicate(timeout=300)
