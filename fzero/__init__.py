@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
     from fzero.engine.engine import Engine as Engine
     from fzero.engine.initialize import initialize as initialize
+    from fzero.generation.generating import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.optim.transforms import Transform as Transform, adamw as adamw, chain as chain, sgd as sgd
     from fzero.plans.plan import Plan as Plan, plan as plan
@@ -56,6 +57,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "engine.engine": "Engine",
             "engine.initialize": "initialize",
+            "generation.generating": "generating",
             "graph.schedule": "CompileError",
             "optim.transforms": "Transform adamw chain sgd",
             "plans.placements": "Placement",
@@ -68,7 +70,7 @@ else:
             "step": "TrainStep make_train_step",
             "storage.file_tensor": "StoreError",
             "verbs": "gather optimizer_update reduce_scatter_grads shard specs_of",
-            "": "checkpoint comms common config deepspeed engine estimation graph integrations launch optim "
+            "": "checkpoint comms common config deepspeed engine estimation generation graph integrations launch optim "
             "plans profiling resharding runtime simulation state step storage testing tuning verbs",
         },
     )

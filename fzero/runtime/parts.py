@@ -322,6 +322,16 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
 
 
 def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
+    with inspecting(run, state, kind):
+        return function()
+
+
+@contextmanager
+def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
+    """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
+
+    *Collective* in stage 3: every rank calls the model equally often.
+    """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
@@ -332,12 +342,11 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
         _with_blocks(run),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
-        result = function()
+        yield
     learned.compared.add(kind)
     work.close()
     if run.offload.passes_use_files:
         run.agree_on_files(state)
-    return result
 
 
 def first_overflow(run: StepRuntime, state: State) -> str | None:

@@ -39,9 +39,10 @@ MAY_IMPORT: dict[str, str] = {
     "resharding": STEP,
     "estimation": f"{CORE} state storage runtime graph",  # a step followed without tensors needs no step
     "checkpoint": f"{STEP} resharding",
+    "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
-    "engine": f"{STEP} resharding estimation checkpoint profiling",
-    "deepspeed": f"{STEP} resharding estimation checkpoint profiling engine",
+    "engine": f"{STEP} resharding estimation checkpoint profiling generation",
+    "deepspeed": f"{STEP} resharding estimation checkpoint profiling generation engine",
     "integrations": "fzero common comms config engine deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
@@ -69,7 +70,7 @@ BELOW_THE_SURFACE = {
 PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
 """The modules of sharding that users may import. Of fzero they may import the package and its doors."""
 
-ROOT_NAMES = 36
+ROOT_NAMES = 37
 """Public names of `fzero` itself; all others stand behind a door."""
 
 

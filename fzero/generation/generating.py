@@ -1,0 +1,116 @@
+"""The model of a step on full parameters, for `generate` and whatever else calls it many times between two updates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fzero.comms.failures import meet
+from fzero.generation.lora import fuse_lora, merged
+from fzero.runtime.module_binding import bound
+from fzero.runtime.parts import inspecting
+from fzero.state import TrainState
+from fzero.step import TrainStep
+from fzero.storage.file_tensor import in_memory
+from fzero.verbs import gather_flat
+from sharding import Replicated
+from sharding.views import torch_dtype, unflatten
+
+
+@contextmanager
+def generating(
+    step: TrainStep,
+    state: TrainState[Tensor],
+    *,
+    by: Literal["copy", "unit"] = "copy",
+    fuse: bool = True,
+    writable: bool = False,
+) -> Iterator[nn.Module]:
+    """Inside, the step's model computes with the parameters of `state`. Yields the model.
+
+        with fzero.generating(step, state) as model:
+            tokens = model.generate(prompts, max_new_tokens=64)
+
+    No gradients are collected, and the state keeps its bits: buffers are copies, and a changed parameter is an error (see
+    `writable`). The training mode stays as it is; call `model.eval()` to generate without dropout. Under `torch_autocast` the
+    model runs under `torch.autocast`. Random numbers are those of torch's global generators, so that ranks draw different
+    samples if they are seeded differently.
+
+    *Collective*, to enter: every rank. By copy, a rank sends `(W-1)/W` of the divided parameters once (stage 3), and nothing in
+    stages 0 to 2; inside, each rank calls the model as often as it likes. By unit, each forward is collective in stage 3, and
+    sends as much again.
+
+    Args:
+        by: `"copy"` holds all parameters in full, in their own dtype: `copy_nbytes(step.plan)` bytes more than a step has.
+            `"unit"` gathers each unit when the forward uses it; all ranks must call the model equally often
+            (`synced_gpus=True` of transformers' `generate`).
+        fuse: whether LoRA layers run as one matrix (`fuse_lora`), by copy. By unit they run as in training.
+        writable: whether the model may write to its parameters, for example peft's `merge_adapter`: in stages 0 to 2, too, it
+            then has copies, which are dropped at the end.
+
+    Raises:
+        ValueError: a parameter was changed without `writable`, or an argument is not known.
+    """
+    if by not in ("copy", "unit"):
+        raise ValueError(
+            f"generating: by must be 'copy' or 'unit', got {by!r}; 'copy' gathers once, 'unit' in each forward"
+        )
+    if by == "unit" and writable:
+        raise ValueError(
+            "generating: writable must be False with by='unit', got True; by='copy' has copies to write to"
+        )
+    step.runtime.check_state(state)
+    model, dtype = step.recipe.model, step.runtime.autocast
+    casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
+    if by == "unit":
+        with inspecting(step.runtime, state, "generate"), torch.no_grad(), casts:
+            yield model
+        return
+    params, flats = _full(step, state, copies=writable)
+    versions = [flat._version for flat in flats]
+    buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
+    fused = fuse_lora(model, params) if fuse else params
+    seen = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in fused.items()}
+    with bound(model, step.plan.aliases, seen.__getitem__, buffers), torch.no_grad(), casts:
+        with merged(model) if fuse else nullcontext():
+            yield model
+    if not writable and [flat._version for flat in flats] != versions:
+        raise ValueError(
+            "generating: the model must not write to its parameters, and did, so that the state has changed; pass "
+            "writable=True, which gives it copies, and use a state saved before"
+        )
+
+
+def copy_nbytes(step: TrainStep) -> int:
+    """The bytes that `generating` by copy holds on each rank in addition to the state: the full divided parameters.
+
+    >>> from fzero import Config, make_train_step
+    >>> from fzero.comms import AbstractAxis
+    >>> cfg = Config.load({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}})
+    >>> copy_nbytes(make_train_step(nn.Linear(64, 64), cfg, mesh=AbstractAxis("data", 4)))
+    16640
+    """
+    divided = [b for b in step.plan.flat_buffers if not isinstance(b.params.spec, Replicated)]
+    return sum(buffer.padded_numel * torch_dtype(buffer.dtypes.param).itemsize for buffer in divided)
+
+
+def _full(step: TrainStep, state: TrainState[Tensor], *, copies: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """The full parameters by name, in their own dtypes, and the state's own tensors among those that they are views of."""
+    found: dict[str, Tensor] = {}
+    own: list[Tensor] = []
+    if any(not isinstance(buffer.params.spec, Replicated) for buffer in step.plan.flat_buffers):
+        meet("generating", step.runtime.mesh.world)
+    for buffer in step.plan.flat_buffers:
+        held = state.params[buffer.key]
+        flat: Tensor = in_memory(held).to(step.device)
+        if not isinstance(buffer.params.spec, Replicated):
+            flat = gather_flat(flat, buffer, step.runtime.mesh)
+        if flat is held:
+            own.append(flat)
+            flat = flat.clone() if copies else flat
+        found |= {name: view.detach() for name, view in unflatten(flat, buffer.layout).items()}
+    return found, own

@@ -1,0 +1,234 @@
+"""Generation between updates: tokens of a plain model, a state that keeps its bits, and what is sent."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import optree
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import fzero
+from fzero.comms import CommRecord
+from fzero.generation import copy_nbytes, fuse_lora, server_weights
+
+VOCAB, PROMPT, NEW = 32, 4, 6
+
+
+def gpt2() -> Any:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 12, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": VOCAB}
+    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **drops, bos_token_id=0, eos_token_id=0))
+    for param in model.parameters():  # untrained weights always repeat one token
+        param.data.mul_(6)
+    return model
+
+
+def settings(stage: int, precision: str = "fp32", **zero: Any) -> dict[str, Any]:
+    more = {} if precision == "fp32" else {precision: {"enabled": True}}
+    if precision == "torch_autocast":
+        more[precision]["dtype"] = "bfloat16"
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+        **more,
+    }
+
+
+def loss_of(model: Any, ids: Tensor) -> Tensor:
+    return model(input_ids=ids, labels=ids).loss
+
+
+def ids(seed: int, rows: int = 2) -> Tensor:
+    return torch.randint(1, VOCAB, (rows, PROMPT), generator=torch.Generator().manual_seed(seed))
+
+
+def greedy(model: Any, prompt: Tensor, num_new: int = NEW, **more: Any) -> Tensor:
+    more = {"do_sample": False, "max_new_tokens": num_new, "pad_token_id": 0, "eos_token_id": None} | more
+    tokens: Tensor = model.eval().generate(prompt, attention_mask=torch.ones_like(prompt), **more)
+    return tokens
+
+
+def _as_a_plain_model(stage: int, precision: str, zero: dict[str, Any], by: str) -> Any:
+    step = fzero.make_train_step(gpt2(), fzero.Config.load(settings(stage, precision, **zero)), loss_fn=loss_of)
+    sent: list[CommRecord] = []
+    seen = step.observed(sent.append)
+    state, plain = step.init(), gpt2()
+    state, _ = step(state, ids(step.rank))
+    before = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in optree.tree_leaves(state.params)]
+    num_new = NEW + (2 * step.rank if by == "copy" else 0)
+    with fzero.generating(seen, state, by=by) as model:
+        found = [greedy(model, ids(seed), num_new) for seed in (5, 6)]
+    num_sent = sum(record.num_elements for record in sent if record.label.phase != "agreement")
+    plain.load_state_dict(step.gather(state))
+    plain.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision, torch.float32))
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "torch_autocast"):
+        expected = [greedy(plain, ids(seed), num_new) for seed in (5, 6)]
+    kept = all(
+        a is b or torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state.params)) if isinstance(a, Tensor)
+    )
+    full = sum(buffer.padded_numel for buffer in step.plan.flat_buffers)
+    state, metrics = step(state, ids(9 + step.rank))
+    return found, expected, kept, num_sent, full, metrics.loss.item()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "torch_autocast"])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_tokens_are_those_of_a_plain_model_and_parameters_are_sent_once(
+    ranks: RankPool, stage: int, precision: str, offload: str | None
+) -> None:
+    zero: dict[str, Any] = {} if offload is None else {"offload_optimizer": {"device": offload}}
+    if offload and stage == 3:
+        zero["offload_param"] = {"device": offload}
+    for found, expected, kept, num_sent, full, _ in ranks(2, _as_a_plain_model, stage, precision, zero, "copy"):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        assert (
+            len({tuple(row) for tokens in found for row in tokens[:, PROMPT:].tolist()}) > 1
+        )  # they depend on the prompt
+        assert kept
+        assert num_sent == (full // 2 if stage == 3 else 0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_by_unit_tokens_are_the_same(ranks: RankPool, stage: int) -> None:
+    (found, expected, kept, num_sent, full, loss), _ = ranks(2, _as_a_plain_model, stage, "fp32", {}, "unit")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)) and kept
+    assert (num_sent > full) == (stage == 3)
+    (_, _, _, _, _, by_copy), _ = ranks(2, _as_a_plain_model, stage, "fp32", {}, "copy")
+    assert loss == by_copy
+
+
+# --- writes ------------------------------------------------------------------------------------------------------
+
+
+def _made(stage: int = 1, model: Any = None) -> tuple[Any, Any]:
+    step = fzero.make_train_step(model or gpt2(), fzero.Config.load(settings(stage)), loss_fn=loss_of)
+    return step, step.init()
+
+
+def test_a_write_is_refused_and_with_copies_dropped() -> None:
+    step, state = _made()
+    before = step.gather(state)
+    with fzero.generating(step, state, writable=True) as model:
+        model.transformer.wte.weight.mul_(2)
+        assert torch.equal(model.lm_head.weight, 2 * before["lm_head.weight"])  # tied
+    assert all(torch.equal(value, before[name]) for name, value in step.gather(state).items())
+    with (
+        pytest.raises(ValueError, match="must not write to its parameters, and did"),
+        fzero.generating(step, state) as model,
+    ):
+        model.transformer.wte.weight.mul_(2)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [({"by": "token"}, "by must be 'copy' or 'unit'"), ({"by": "unit", "writable": True}, "writable must be False")],
+)
+def test_wrong_arguments_are_refused(given: dict[str, Any], says: str) -> None:
+    step, state = _made()
+    with pytest.raises(ValueError, match=re.escape(says)), fzero.generating(step, state, **given):
+        pass
+
+
+# --- LoRA --------------------------------------------------------------------------------------------------------
+
+
+class ChatLinear(nn.Module):
+    """A LoRA layer with the attributes of DeepSpeed-Chat's."""
+
+    def __init__(self, width: int, rank: int = 2) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width), requires_grad=False)
+        self.lora_right_weight = nn.Parameter(torch.randn(width, rank))
+        self.lora_left_weight = nn.Parameter(torch.randn(rank, width))
+        self.lora_scaling, self.fuse_lora = 0.5, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = nn.functional.linear(x, self.weight)
+        return y if self.fuse_lora else y + (x @ self.lora_right_weight @ self.lora_left_weight) * self.lora_scaling
+
+
+def _chat(stage: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(ChatLinear(8), nn.Tanh(), ChatLinear(8))
+    cfg = fzero.Config.load(settings(stage))
+    step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: model(x).square().mean())
+    state, x = step.init(), torch.randn(2, 8, generator=torch.Generator().manual_seed(1))
+    state, _ = step(state, x)
+    before = step.gather(state)
+    with fzero.generating(step, state) as fused:
+        assert fused[0].fuse_lora
+        merged = fused(x)
+    with fzero.generating(step, state, fuse=False) as plain:
+        unmerged = plain(x)
+    assert not model[0].fuse_lora
+    return merged, unmerged, all(torch.equal(value, before[name]) for name, value in step.gather(state).items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_merged_lora_gives_the_same_to_rounding_and_weights_keep_their_bits(ranks: RankPool, stage: int) -> None:
+    for merged, unmerged, kept in ranks(2, _chat, stage):
+        torch.testing.assert_close(merged, unmerged)  # another order of fp32 sums: torch's tolerance for them
+        assert not torch.equal(merged, unmerged) and kept
+
+
+def test_fuse_lora_is_pure_and_refuses_a_shared_matrix() -> None:
+    model = nn.Sequential(ChatLinear(4), ChatLinear(4))
+    params = {name: param.detach().clone() for name, param in model.named_parameters()}
+    before = {name: value.clone() for name, value in params.items()}
+    fused = fuse_lora(model, params)
+    assert all(torch.equal(params[name], before[name]) for name in params)
+    expected = params["1.weight"] + 0.5 * (params["1.lora_right_weight"] @ params["1.lora_left_weight"]).T
+    assert torch.equal(fused["1.weight"], expected)
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match="must be its own, and is tied to"):
+        fuse_lora(model, params)
+
+
+@pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}])
+def test_adapters_of_peft_are_merged_and_stay_as_they_are(kind: dict[str, Any]) -> None:
+    peft = pytest.importorskip("peft")
+    adapted = peft.LoraConfig(
+        r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False, **kind
+    )
+    step, state = _made(1, peft.get_peft_model(gpt2(), adapted))
+    x, before = ids(3), step.gather(state)
+    with fzero.generating(step, state) as model:
+        merged = model.eval()(input_ids=x).logits
+    with fzero.generating(step, state, fuse=False) as model:
+        unmerged = model.eval()(input_ids=x).logits
+    with fzero.generating(step, state, fuse=False, writable=True) as model:
+        model.merge_adapter()
+        by_peft = model(input_ids=x).logits
+        model.unmerge_adapter()
+    torch.testing.assert_close(merged, unmerged, rtol=1e-4, atol=1e-4)  # sums of another order through six matrices
+    assert torch.equal(merged, by_peft)
+    assert all(torch.equal(value, before[name]) for name, value in step.gather(state).items())
+
+
+# --- weights for a server ----------------------------------------------------------------------------------------
+
+
+def _served(stage: int) -> Any:
+    step, state = _made(stage)
+    state, _ = step(state, ids(step.rank))
+    gathered = step.gather(state)
+    pairs = dict(server_weights(step, state, dtype=torch.bfloat16))
+    return pairs, gathered, len(list(server_weights(step, state, to="rank0"))), copy_nbytes(step)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_server_gets_each_weight_once_in_its_dtype(ranks: RankPool, stage: int) -> None:
+    for rank, (pairs, gathered, num_pairs, nbytes) in enumerate(ranks(2, _served, stage)):
+        assert pairs.keys() == gathered.keys() - {"lm_head.weight"}  # tied: under its first name
+        assert all(torch.equal(value, gathered[name].bfloat16()) for name, value in pairs.items())
+        assert num_pairs == (len(pairs) if rank == 0 else 0)
+        assert (nbytes > 0) == (stage == 3)
