@@ -75,9 +75,9 @@ def generating(
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     fused = fuse_lora(model, params) if fuse else params
     seen = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in fused.items()}
-    with bound(model, step.plan.aliases, seen.__getitem__, buffers), torch.no_grad(), casts:
-        with merged(model) if fuse else nullcontext():
-            yield model
+    as_one = merged(model) if fuse else nullcontext()
+    with bound(model, step.plan.aliases, seen.__getitem__, buffers), torch.no_grad(), casts, as_one:
+        yield model
     if not writable and [flat._version for flat in flats] != versions:
         raise ValueError(
             "generating: the model must not write to its parameters, and did, so that the state has changed; pass "

@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from fzero.runtime.module_binding import bound
 
+CHAT = ("lora_left_weight", "lora_right_weight", "lora_scaling", "fuse_lora")
+PEFT = ("merge", "merged_adapters", "get_base_layer", "active_adapters", "disable_adapters")
+"""The attributes of the two kinds of layers."""
+
 
 def has_lora(model: nn.Module) -> bool:
     """Whether a model has LoRA layers that `fuse_lora` knows.
@@ -67,16 +71,14 @@ def merged(model: nn.Module) -> Iterator[None]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The LoRA layers, by name; those of peft whose adapters are merged or switched off already compute without them."""
+    """The LoRA layers, by name; those whose adapters are merged or switched off already compute without them."""
     for name, module in model.named_modules():
-        if all(
-            hasattr(module, which) for which in ("lora_left_weight", "lora_right_weight", "lora_scaling", "fuse_lora")
-        ):
-            if not module.fuse_lora:
-                yield name, module
-        elif all(hasattr(module, which) for which in ("merge", "merged_adapters", "get_base_layer", "active_adapters")):
-            if not module.merged_adapters and not module.disable_adapters:
-                yield name, module
+        is_chat = all(hasattr(module, which) for which in CHAT) and not module.fuse_lora
+        is_peft = all(hasattr(module, which) for which in PEFT) and not (
+            module.merged_adapters or module.disable_adapters
+        )
+        if is_chat or is_peft:
+            yield name, module
 
 
 def _merged_by_peft(
@@ -87,7 +89,7 @@ def _merged_by_peft(
     keys = [f"{name}.{base}.{key}".lstrip(".") for key, _ in layer.get_base_layer().named_parameters(recurse=False)]
     copies = {_own(key, aliases): params[key].clone() for key in keys}
     seen = {key: nn.Parameter(value, requires_grad=False) for key, value in (dict(params) | copies).items()}
-    buffers = {key: value for key, value in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     with bound(model, dict(aliases), seen.__getitem__, buffers):
         layer.merge()
     layer.merged_adapters = []
@@ -108,7 +110,7 @@ def _own(key: str, aliases: Mapping[str, str]) -> str:
     others = {name for pair in aliases.items() if key in pair for name in pair} - {key}
     if others:
         raise ValueError(
-            f"fuse_lora: the LoRA layer's {key!r} must be its own, and is tied to {sorted(others)[0]!r}, which would get the sum, "
-            f"too; pass fuse=False"
+            f"fuse_lora: the LoRA layer's {key!r} must be its own, and is tied to {sorted(others)[0]!r}, which would get the "
+            f"sum, too; pass fuse=False"
         )
     return key
