@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
     from fzero.engine.engine import Engine as Engine
     from fzero.engine.initialize import initialize as initialize
-    from fzero.generation.generating import generating as generating
+    from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.optim.transforms import Transform as Transform, adamw as adamw, chain as chain, sgd as sgd
     from fzero.plans.plan import Plan as Plan, plan as plan
@@ -57,7 +57,7 @@ else:
             "config.config": "Config ConfigError ConfigWarning",
             "engine.engine": "Engine",
             "engine.initialize": "initialize",
-            "generation.generating": "generating",
+            "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
             "optim.transforms": "Transform adamw chain sgd",
             "plans.placements": "Placement",

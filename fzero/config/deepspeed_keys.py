@@ -107,7 +107,7 @@ HARMLESS = {
     "of fzero.profiling",
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
     "pipeline": "it is for a PipelineModule, which does not exist here",
-    "hybrid_engine": "step.gather gives the weights to generate with",
+    "hybrid_engine": "for the engine (fzero.initialize); with a step use fzero.generating(step, state)",
     "eigenvalue": "it is for quantization, which does not exist here",
     "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
     "graph_harvesting": "the step runs in eager mode",

@@ -58,7 +58,6 @@ INSTEAD = {
     "deepspeed.runtime.fp16": 'use the block "fp16" of the configuration, and the names of optimizers in "optimizer"',
     "deepspeed.runtime.hybrid_engine": "engine.module.generate generates between updates, on the engine of deepspeed.initialize",
     "deepspeed.runtime.pipe": f"pipelines need DeepSpeed; here {DATA_PARALLEL}",
-    "deepspeed.runtime.rollout": "engine.module.generate generates between updates",
     "deepspeed.runtime.sequence_parallel": SEQUENCES,
     "deepspeed.runtime.superoffload": 'use "offload_optimizer": {"device": "cpu"} of the configuration',
     "deepspeed.runtime.swap_tensor": 'use "offload_optimizer" and "offload_param" with "device": "nvme" of the configuration',

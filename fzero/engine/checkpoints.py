@@ -25,12 +25,12 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
 from fzero.engine.client_optimizers import plain_values
-from fzero.engine.module import HoldsModule
+from fzero.engine.generation import Generates
 
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
-class KeepsFiles(HoldsModule):
+class KeepsFiles(Generates):
     """The part of `Engine` that reads and writes files."""
 
     def save_checkpoint(

@@ -119,6 +119,43 @@ class CheckpointKeys(Block):
     """The reaction to ranks that save under different tags."""
 
 
+class HybridEngineKeys(Block):
+    """DeepSpeed key `hybrid_engine`: generation between updates (`engine.generate`)."""
+
+    enabled: bool = False
+    """Whether `engine.module.generate` is `engine.generate`, too, and `engine.eval()` prints where the time went."""
+    max_out_tokens: Count = 512
+    """The largest number of tokens of prompt and answer."""
+    inference_tp_size: Count = 1
+    """Must be 1: nothing is tensor-parallel here."""
+    release_inference_cache: bool = False
+    """Has no effect: no memory is kept after `generate`."""
+    pin_parameters: bool = True
+    """Whether stage 3 gathers all parameters once for a call; if not, each unit in each forward."""
+    tp_gather_partition_size: Count = 8
+    """Has no effect: nothing is tensor-parallel here."""
+    enable_cuda_graph: bool = False
+    """Has no effect; a warning if true."""
+
+    @field_validator("inference_tp_size")
+    @classmethod
+    def _is_one(cls, size: int) -> int:
+        if size != 1:
+            raise ValueError(
+                f"must be 1, got {size}: no rank is tensor-parallel here, and each generates for its own prompts"
+            )
+        return size
+
+    @field_validator("enable_cuda_graph")
+    @classmethod
+    def _warns(cls, given: bool) -> bool:
+        if given:
+            warnings.warn(
+                "hybrid_engine.enable_cuda_graph: has no effect here; leave it out", ConfigWarning, stacklevel=2
+            )
+        return given
+
+
 class EngineKeys(Block):
     """The keys that `fzero.initialize` honours besides those of a step."""
 
@@ -139,6 +176,7 @@ class EngineKeys(Block):
     checkpoint: CheckpointKeys = CheckpointKeys()
     flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
     comms_logger: CommsLoggerKeys = CommsLoggerKeys()
+    hybrid_engine: HybridEngineKeys = HybridEngineKeys()
 
 
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:

@@ -233,13 +233,6 @@ class Engine(KeepsFiles, HasTools):
         finally:
             self._is_syncing = True
 
-    def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
-
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
         step, run = self.active_step(), "train" if self.module.training else "eval"

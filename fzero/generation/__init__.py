@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.generation.generating import copy_nbytes as copy_nbytes, generating as generating
+    from fzero.generation.gathered_model import copy_nbytes as copy_nbytes, generating as generating
     from fzero.generation.lora import fuse_lora as fuse_lora, has_lora as has_lora
-    from fzero.generation.server_weights import server_weights as server_weights
+    from fzero.generation.serving import server_weights as server_weights
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
-            "generating": "copy_nbytes generating",
+            "gathered_model": "copy_nbytes generating",
             "lora": "fuse_lora has_lora",
-            "server_weights": "server_weights",
+            "serving": "server_weights",
         },
     )

@@ -29,6 +29,12 @@ def has_lora(model: nn.Module) -> bool:
     return any(True for _ in _layers(model))
 
 
+def lora_params(model: nn.Module) -> list[list[Any]]:
+    """[right matrix, left matrix, scale, weight] of each LoRA layer with the attributes of DeepSpeed-Chat's."""
+    found: list[Any] = [module for module in model.modules() if all(hasattr(module, which) for which in CHAT)]
+    return [[layer.lora_right_weight, layer.lora_left_weight, layer.lora_scaling, layer.weight] for layer in found]
+
+
 @torch.no_grad()
 def fuse_lora(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Parameters with `W + scale · (left · right)` in place of the `W` of each LoRA layer, rounded once to its dtype.
