@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, str] = {
     "common": "sharding",
     "comms": "sharding common",
     "optim": "sharding common",
+    "attention": "common",
     "config": "sharding common optim",
     "plans": "sharding common comms optim config",
     "state": CORE,
