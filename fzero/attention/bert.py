@@ -5,6 +5,7 @@ Change the model before a step or engine is made of it. Parameters keep their na
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def replace_model_self_attention_with_sparse_self_attention(
     )
     base.config.max_position_embeddings = max_position + first
     _register_masks()
+    base.config = copy(base.config)  # other models may be made of the one that was given
     base.config._attn_implementation = MASKS
     return model
 

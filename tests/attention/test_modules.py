@@ -217,6 +217,7 @@ def test_layers_have_random_blocks_of_their_own() -> None:
     SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
         model, 32, BigBirdSparsityConfig(HEADS, BLOCK)
     )
+    transformers.BertForMaskedLM(model.config)  # the configuration is that of any BERT
     first, second = (layer.attention.self.sparse_self_attention.layout for layer in model.bert.encoder.layer)
     assert first != second
 
