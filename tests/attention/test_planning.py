@@ -75,6 +75,7 @@ def test_a_run_counts_the_same_operations() -> None:
     assert counter.get_total_flops() == traced(LAYOUTS[1]).flops
 
 
+@pytest.mark.long
 def test_a_sparse_bert_of_4096_tokens_is_traced_without_its_memory() -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 32, "max_position_embeddings": 4096}
