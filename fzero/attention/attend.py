@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -56,6 +57,10 @@ def sparse_attention(
     >>> sparse_attention(x, x, x, Local().layout(4), block=2).shape
     torch.Size([1, 2, 8, 4])
     """
+    device = query.device.type
+    in_autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    if in_autocast:  # as for scaled_dot_product_attention
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     _check_shapes(query, key, value, layout, block)
     causal = layout.attention == "unidirectional" if causal is None else causal
     (layout.lower_triangle() if causal else layout).check_rows()
@@ -63,16 +68,19 @@ def sparse_attention(
     if key_mask is not None:
         given.append(_bias_of_mask(key_mask, query))
     if backend == "auto":
-        needs_grad = any(bias.requires_grad for bias in given)
-        backend = choose_backend(layout, query.device.type, has_biases=bool(given), biases_need_grad=needs_grad)
+        backend = choose_backend(
+            layout, device, has_biases=bool(given), biases_need_grad=any(bias.requires_grad for bias in given),
+            in_graph=torch.compiler.is_compiling(),
+        )  # fmt: skip
     run = _KERNELS.get(backend)
     if run is None:
         raise ValueError(f"sparse_attention: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
-    return run(query, key, value, layout, block, causal, given, query.shape[-1] ** -0.5 if scale is None else scale)
+    with torch.autocast(device, enabled=False) if in_autocast else nullcontext():
+        return run(query, key, value, layout, block, causal, given, query.shape[-1] ** -0.5 if scale is None else scale)
 
 
 def choose_backend(
-    layout: Layout, device: str, *, has_biases: bool = False, biases_need_grad: bool = False
+    layout: Layout, device: str, *, has_biases: bool = False, biases_need_grad: bool = False, in_graph: bool = False
 ) -> Literal["sdpa", "blocks", "flex"]:
     """The kernel for a layout: a pure function.
 
@@ -80,6 +88,7 @@ def choose_backend(
         device: the type of the device, such as "cpu".
         has_biases: whether biases or a mask of keys are given.
         biases_need_grad: whether a bias is trained, which only the reference does.
+        in_graph: whether a graph is captured, which must not hold FlexAttention's mask as a tensor of its own.
 
     >>> from fzero.attention.patterns import Dense, Local
     >>> choose_backend(Local().layout(32), "cpu"), choose_backend(Dense().layout(32), "cpu")
@@ -87,13 +96,18 @@ def choose_backend(
     """
     if biases_need_grad or density(layout) > BREAK_EVEN:
         return "sdpa"
-    return "flex" if device == "cuda" and not has_biases else "blocks"
+    return "flex" if device == "cuda" and not has_biases and not in_graph else "blocks"
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, layout: Layout, block: int) -> None:
     if query.dim() != 4 or not query.shape == key.shape == value.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
         raise ValueError(f"sparse_attention: query, key and value must have one shape (B, H, L, D), got {shapes}")
+    if not query.dtype == key.dtype == value.dtype:
+        raise ValueError(
+            f"sparse_attention: query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}; "
+            f"cast them"
+        )
     _, heads, length, _ = query.shape
     check_length(length, block)
     if length != layout.num_blocks * block:

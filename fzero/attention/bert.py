@@ -78,6 +78,10 @@ class LayerSelfAttention(BertSparseSelfAttention):
             )
         return super().forward(hidden_states, attention_mask), None
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        _register_masks()  # in the process that the model was sent to
+
 
 def replace_model_self_attention_with_sparse_self_attention(
     model: nn.Module, max_position: int, sparsity_config: Any = None, *, backend: Backend = "auto"

@@ -40,6 +40,11 @@ class SparsityConfig:
         for name, value in (("num_heads", num_heads), ("block", block)):
             if value < 1:
                 raise ValueError(f"{type(self).__name__}.{name}: must be at least 1, got {value}")
+        known = {field.name for field in fields(self.pattern_class)} if self.pattern_class else set[str]()
+        if unknown := sorted({*options} - known):
+            raise TypeError(
+                f"{type(self).__name__}: has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}"
+            )
         self.num_heads, self.block, self.seed = num_heads, block, seed
         self.different_layout_per_head = different_layout_per_head
         self.__dict__.update(options)

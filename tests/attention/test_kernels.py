@@ -145,6 +145,18 @@ def test_sixteen_bits_are_those_of_fp32_to_rounding(dtype: torch.dtype) -> None:
     same([x.float() for x in made], expected, atol=0.03)
 
 
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
+def test_under_autocast_attention_is_computed_in_its_dtype(backend: Any) -> None:
+    layout = Fixed().layout(6)
+    of = inputs(6 * BLOCK, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        made = sparse_attention(*of, layout, block=BLOCK, backend=backend)
+    narrow = [x.detach().bfloat16().requires_grad_() for x in of]
+    expected = sparse_attention(*narrow, layout, block=BLOCK, backend=backend)
+    assert made.dtype == torch.bfloat16 and made.equal(expected)
+    same([x.bfloat16() for x in with_grads(made, *of)], with_grads(expected, *narrow), atol=0)
+
+
 def test_no_token_sees_a_later_one_where_it_must_not() -> None:
     layout = Fixed(num_global_blocks=2, attention="unidirectional").layout(8)
     q, k, v = inputs(8 * BLOCK)
@@ -185,6 +197,10 @@ def test_torch_compile_takes_it_as_one_graph(backend: Any) -> None:
 
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     same(with_grads(compiled(*of), *of), with_grads(f(*of), *of))
+    functional = torch.func.grad(lambda q, k, v: f(q, k, v).square().sum())
+    plain_q, *others = (x.detach() for x in of)
+    inside = torch.compile(functional, backend="aot_eager", fullgraph=True)  # Dynamo differentiates the forward itself
+    torch.testing.assert_close(inside(plain_q, *others), functional(plain_q, *others))
 
 
 # --- FlexAttention -----------------------------------------------------------------------------------------------
@@ -214,7 +230,7 @@ def test_the_kernel_follows_from_device_density_and_biases() -> None:
     expected = ["blocks", "sdpa", "flex", "sdpa"]
     found = [choose_backend(x, device) for device in ("cpu", "cuda") for x in (sparse, dense)]
     assert found == expected
-    assert choose_backend(sparse, "cuda", has_biases=True) == "blocks"
+    assert choose_backend(sparse, "cuda", has_biases=True) == choose_backend(sparse, "cuda", in_graph=True) == "blocks"
     assert choose_backend(sparse, "cpu", has_biases=True, biases_need_grad=True) == "sdpa"
     assert density(sparse) == 63 / 1024
 
@@ -227,6 +243,7 @@ def test_what_does_not_fit_is_refused_with_the_fix() -> None:
     layout, flex = Local().layout(4), {"backend": "flex"}
     for args, more, says in [
         ((q, k[:, :, :8], v, layout), {}, r"one shape \(B, H, L, D\), got \(2, 3, 16, 8\), \(2, 3, 8, 8\)"),
+        ((q, k, v.float(), layout), {}, "one dtype, got torch.float64, torch.float64, torch.float32"),
         ((q[:, :, :15], k[:, :, :15], v[:, :, :15], layout), {}, "multiple of block, 4, got 15; pad .*pad_to_block_size"),
         ((q, k, v, Local().layout(5)), {}, r"must have 4 blocks for 16 tokens in blocks of 4, got 5; .* layout.corner\(4\)"),
         ((q, k, v, Layout(layout.rows * 2)), {}, "for 1 or all 3 heads, got 2"),

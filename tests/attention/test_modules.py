@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from fzero.attention import (
     dense_mask,
     sparse_attention,
 )
+from fzero.attention.bert import MASKS
 
 HEADS, BLOCK, WIDTH = 2, 4, 8
 
@@ -57,6 +59,10 @@ def test_what_a_configuration_cannot_make_is_refused() -> None:
     ):  # fmt: skip
         with pytest.raises(ValueError, match=says):
             make()
+    with pytest.raises(
+        TypeError, match="DenseSparsityConfig: has no option num_local_blocks; it has different_layout_per_head"
+    ):
+        DenseSparsityConfig(2, num_local_blocks=4)
     with pytest.raises(NotImplementedError, match="has no layout of its own"):
         SparsityConfig(HEADS).make_layout(32)
 
@@ -220,6 +226,18 @@ def test_layers_have_random_blocks_of_their_own() -> None:
     transformers.BertForMaskedLM(model.config)  # the configuration is that of any BERT
     first, second = (layer.attention.self.sparse_self_attention.layout for layer in model.bert.encoder.layer)
     assert first != second
+
+
+def test_a_model_that_was_sent_to_another_process_finds_its_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS as masks
+
+    model, batch = bert(), batch_of(32, padding=3)
+    SparseAttentionUtils.replace_model_self_attention_with_sparse_self_attention(
+        model, 32, FixedSparsityConfig(HEADS, BLOCK)
+    )
+    expected, sent = model(**batch).loss, pickle.dumps(model)
+    monkeypatch.delitem(type(masks)._global_mapping, MASKS)  # as in a process that has not made it
+    assert pickle.loads(sent)(**batch).loss == expected
 
 
 def test_a_padded_batch_gives_the_outputs_of_the_batch() -> None:

@@ -68,6 +68,14 @@ def test_bytes_grow_with_the_density_and_memory_stays_below_that_of_the_mask() -
     assert found[0].nbytes < masked.nbytes and found[0].flops < masked.flops / 5
 
 
+@pytest.mark.parametrize("backend", ["blocks", "sdpa"])
+def test_tensors_without_memory_have_shapes(backend: Any) -> None:
+    x = torch.empty(BATCH, HEADS, LENGTH, WIDTH, device="meta", requires_grad=True)
+    y = sparse_attention(x, x, x, LAYOUTS[1], block=BLOCK, backend=backend)
+    y.sum().backward()
+    assert y.shape == x.shape and x.grad is not None and y.is_meta
+
+
 def test_a_run_counts_the_same_operations() -> None:
     model, batch = Attends(LAYOUTS[1]), torch.randn(BATCH, HEADS, LENGTH, WIDTH)
     with FlopCounterMode(display=False) as counter:
