@@ -154,7 +154,7 @@ def make_train_step(
     if not isinstance(mesh, ProcessAxis | AbstractAxis):
         check_mesh(mesh)
     cfg = Config.load(cfg)
-    cfg.warn_of_hooks()
+    cfg.warn_of_no_effect(model)
     recipe = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,

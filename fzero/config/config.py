@@ -22,11 +22,14 @@ from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
+from fzero.config.sparse_attention import SparseAttention
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.precision import Precision
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from fzero.config.unused_keys import Note
 
 
@@ -85,6 +88,8 @@ class Config(Block):
     """How the files of `offload_optimizer` and `offload_param` are read and written."""
     elasticity: Elasticity = Elasticity()
     """The batch as a function of the number of ranks."""
+    sparse_attention: SparseAttention | None = None
+    """The layout of block-sparse attention, for the model's code to ask for; None is none."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -208,11 +213,16 @@ class Config(Block):
 
         return conflicts(self, self._notes)
 
-    def warn_of_hooks(self) -> None:
-        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, which then has no effect."""
+    def warn_of_no_effect(self, model: nn.Module) -> None:
+        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, and of sparse attention that a model has not."""
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"
+                warnings.warn(text, ConfigWarning, stacklevel=3)
+        if self.sparse_attention is not None:
+            from fzero.config.model_warnings import unused_sparse_attention
+
+            for text in unused_sparse_attention(self.sparse_attention, model):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
 
     @classmethod

@@ -125,7 +125,7 @@ REFUSED = {
     "managed_gradient_accumulation": "leave it out, and give gradient_accumulation_steps",
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
-    **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training", "sparse_attention"), _REMOVE),
+    **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training"), _REMOVE),
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
     "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
     "aio.use_gds": "files are read and written through host memory; remove it",
@@ -165,7 +165,6 @@ SWITCHES: dict[str, tuple[str, Any]] = {
     "compile": ("deepcompile", False),
     "tensor_parallel": ("autotp_size", 0),
     "weight_quantization": ("enabled", True),
-    "sparse_attention": ("mode", "fixed"),
     **{f"compression_training.{technique}": ("shared_parameters", None) for technique in _TECHNIQUES},
 }
 """The key that switches a block off, and its default. For other blocks it is `enabled` with the default false; a block without
@@ -225,9 +224,6 @@ INNER = {
         use_reentrant""",
     "progressive_layer_drop": "enabled theta gamma",
     "quantize_training": "enabled *",
-    "sparse_attention": """mode block different_layout_per_head num_local_blocks num_global_blocks attention
-        horizontal_global_attention num_different_global_patterns num_random_blocks local_window_blocks
-        global_block_indices global_block_end_indices num_sliding_window_blocks""",
     "tensor_parallel": """autotp_size preset_model partition_config.* tp_overlap_comm tp.* tensor_parallel.* dtype
         injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject""",
     "tensorboard": "enabled output_path job_name",

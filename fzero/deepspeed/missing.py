@@ -46,7 +46,7 @@ INSTEAD = {
     "deepspeed.ops.adam": "use torch.optim.AdamW, which becomes fzero's own",
     "deepspeed.ops.lamb": 'give the configuration "optimizer": {"type": "Lamb"}',
     "deepspeed.ops.lion": 'give the configuration "optimizer": {"type": "Lion"}',
-    "deepspeed.ops.sparse_attention": "use torch.nn.attention.flex_attention",
+    "deepspeed.ops.sparse_attention": "use fzero.attention.sparse_attention, which chooses the kernel",
     "deepspeed.ops.transformer": "use torch.nn.functional.scaled_dot_product_attention in an ordinary module",
     "deepspeed.pipe": f"pipelines need DeepSpeed; here {DATA_PARALLEL}",
     "deepspeed.profiling": 'use the block "flops_profiler" of the configuration, or fzero.profiling',

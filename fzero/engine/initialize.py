@@ -100,7 +100,7 @@ def initialize(
         model.requires_grad_(False)
     cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
     cfg = _one_scheduler(cfg, lr_scheduler)
-    cfg.warn_of_hooks()
+    cfg.warn_of_no_effect(model)
     recipe = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
         checkpoint=checkpoint, seed=seed,

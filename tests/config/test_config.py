@@ -259,7 +259,6 @@ ON: dict[str, Any] = {
     "pipeline": {"stages": 2},
     "compile": {"deepcompile": True},
     "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}},
-    "sparse_attention": {},
     "tensor_parallel": {"autotp_size": 2},
     "weight_quantization": {},
     "zero_optimization.zenflow": {},
@@ -956,11 +955,11 @@ AS_PEOPLE_HAVE_THEM = (ZERO_2_OFFLOAD, ZERO_3_AUTO, CHAT, BERT, MEGATRON)
 def test_configurations_as_people_have_them_load_or_say_which_keys_do_not() -> None:
     assert Config.load(ZERO_2_OFFLOAD).zero_optimization.offload_optimizer.device == "cpu"
     asks_for = {
-        "sparse_attention": BERT,
         "curriculum_learning": MEGATRON,
     }
     for name, source in asks_for.items():
         assert [line.partition(":")[0] for line in refusal(source).splitlines()] == [name]
+    assert Config.load(BERT).sparse_attention.different_layout_per_head
     assert Config.load(ZERO_3_AUTO).zero_optimization.stage == 3
     with pytest.warns(ConfigWarning, match="^tensorboard: "):
         cfg = Config.load(CHAT)

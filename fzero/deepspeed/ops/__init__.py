@@ -1,7 +1,7 @@
-"""`deepspeed.ops`: optimizers under DeepSpeed's names."""
+"""`deepspeed.ops`: optimizers and sparse attention under DeepSpeed's names."""
 
 from __future__ import annotations
 
-from fzero.deepspeed.ops import adagrad, adam, lion
+from fzero.deepspeed.ops import adagrad, adam, lion, sparse_attention
 
-__all__ = ["adagrad", "adam", "lion"]
+__all__ = ["adagrad", "adam", "lion", "sparse_attention"]

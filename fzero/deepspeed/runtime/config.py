@@ -79,6 +79,8 @@ class DeepSpeedConfig:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "cfg":
             raise AttributeError(name)
+        if name == "sparse_attention":
+            return None if self.cfg.sparse_attention is None else self.cfg.sparse_attention.as_read()
         if name in _SIZES:
             return getattr(self._sizes, _SIZES[name])
         return (

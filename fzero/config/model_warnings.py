@@ -1,0 +1,25 @@
+"""Blocks of the configuration that have no effect in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from fzero.attention.modules import SparseSelfAttention
+from fzero.config.sparse_attention import KEYS, SparseAttention
+
+
+def unused_sparse_attention(block: SparseAttention, model: nn.Module) -> Iterator[str]:
+    """A line for the options that the mode lacks, and one where no module of the model asks for the block."""
+    lacks = sorted({*block.model_fields_set} - {"mode", "block", *KEYS[block.mode].split()})
+    if lacks:
+        yield (
+            f"sparse_attention: mode {block.mode!r} has no option {', '.join(lacks)}, which DeepSpeed does not read there "
+            f"either; leave it out, or give it to the SparsityConfig"
+        )
+    if not any(isinstance(module, SparseSelfAttention) for module in model.modules()):
+        yield (
+            "sparse_attention: no module of the model is a SparseSelfAttention, so that attention is what the model's code makes "
+            "it; build one from cfg.sparse_attention.sparsity_config(num_heads) (docs/attention.md), or leave the block out"
+        )
