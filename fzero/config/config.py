@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from fzero.config.compression import CompressionTraining
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import ConfigError as ConfigError, read
@@ -85,6 +86,8 @@ class Config(Block):
     """How the files of `offload_optimizer` and `offload_param` are read and written."""
     elasticity: Elasticity = Elasticity()
     """The batch as a function of the number of ranks."""
+    compression_training: CompressionTraining = CompressionTraining()
+    """Quantization, pruning and layer reduction."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")

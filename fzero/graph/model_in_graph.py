@@ -9,7 +9,7 @@ Shape letters: P padded elements of a flat buffer.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
-from fzero.graph.remat import BACKWARD
+from fzero.compression.inputs import quantized_inputs
+from fzero.compression.plan import CompressionPlan
+from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
 from fzero.runtime.loss import LossFn, LossRules, loss_of
@@ -49,6 +51,7 @@ class ModelInGraph:
     Args:
         rules: of the loss.
         mesh, ranks: on which it gathers, and runs.
+        compress: what modules see of compressed parameters.
     """
 
     def __init__(
@@ -62,7 +65,9 @@ class ModelInGraph:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
+        compress: CompressionPlan,
     ) -> None:
+        self._compress, self._device = compress, device
         self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
@@ -87,7 +92,7 @@ class ModelInGraph:
             self._ranks.drawing(),
             self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
         ):
-            return forward(tensors, state.buffers, batch)
+            return forward(self._seen(tensors, state), state.buffers, batch, state.step)
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -110,9 +115,9 @@ class ModelInGraph:
         are_sums: list[bool] = []
 
         def forward(
-            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, numbers: Tensor, scale: Tensor
+            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, numbers: Tensor, scale: Tensor
         ) -> tuple[Tensor, Tensor]:
-            loss, weight = self._forward(tensors, buffers, batch)
+            loss, weight = self._forward(tensors, buffers, batch, n)
             are_sums.append(weight is not None)
             loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
             row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
@@ -121,10 +126,13 @@ class ModelInGraph:
             return loss, row
 
         with self._ranks.drawing(), self._unchanged(tensors):
-            loss, row = self._ranks.each(forward)(tensors, state.buffers, batch, numbers, state.loss_scale.scale)
+            seen = self._seen(tensors, state)
+            loss, row = self._ranks.each(forward)(
+                seen, state.buffers, batch, state.step, numbers, state.loss_scale.scale
+            )
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
-        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**tensors, **state.buffers}):
+        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**seen, **state.buffers}, state.step):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
@@ -150,13 +158,32 @@ class ModelInGraph:
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
         return tensors
 
+    def _seen(self, tensors: dict[str, Tensor], state: TrainState[Tensor]) -> dict[str, Tensor]:
+        """What modules see of the parameters."""
+        plan = self._compress
+        if not plan.params:
+            return tensors
+
+        def see(tensors: dict[str, Tensor], buffers: dict[str, Tensor], n: Tensor) -> dict[str, Tensor]:
+            given, n = {**buffers, **tensors}, n.to(self._device)
+            return {name: plan.seen(name, tensors[name], n, given) for name in plan.params}
+
+        with torch.fx.traceback.annotate(SEEN):
+            return {**tensors, **self._ranks.each(see)(tensors, state.buffers, state.step)}
+
+    def _quantizing(self, n: Tensor) -> AbstractContextManager[None]:
+        """In the body, modules see quantized inputs, if the plan says so."""
+        if not self._compress.inputs:
+            return nullcontext()
+        return quantized_inputs(self._module.model, self._compress, n.to(self._device))
+
     def _forward(
-        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         given = self._named(tensors)
-        with self._reads_from(tensors):
+        with self._reads_from(tensors), self._quantizing(n):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
@@ -178,12 +205,14 @@ class ModelInGraph:
         return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
     @contextmanager
-    def _in_backward(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+    def _in_backward(self, tensors: dict[str, Tensor], n: Tensor) -> Iterator[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with `tensors`, too."""
         if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
             yield
             return
-        with _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors):
+        with (
+            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors), self._quantizing(n),
+        ):  # fmt: skip
             yield
 
     @contextmanager

@@ -36,6 +36,8 @@ from fzero.graph.schedule import copy_of
 
 BACKWARD = {"fzero": "backward"}
 """The argument of `torch.fx.traceback.annotate` around the backward."""
+SEEN = {"fzero": "seen"}
+"""The same around what computes the values that modules see of compressed parameters."""
 _AGAIN = {"fzero": "again"}
 _REGION = "region"
 

@@ -43,6 +43,7 @@ from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
 from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
+from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_io import Leaf, ShardTransfer
 
@@ -64,6 +65,7 @@ class ForwardBackward:
         orders: the events to follow, by run; a run without any is negotiated, and learned. None negotiates all.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
+        seen: what modules see of compressed parameters.
 
     Attributes:
         forwards: the forwards so far.
@@ -81,12 +83,14 @@ class ForwardBackward:
         transfer: ShardTransfer,
         *,
         hook_states: Mapping[str, States] = {},
+        seen: SeenParams,
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards = Forwards()
         self._given = GivenParams()
-        self._gathers = Gathers(plan, mesh, params, transfer, self._given.was_changed)
+        self._seen = seen
+        self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, orders, self._gathers, self._reductions)
         self._scheduler = self._events.scheduler
@@ -294,7 +298,8 @@ class ForwardBackward:
             self._events.execute(self._scheduler.enter(unit.name))
             root = None if self.grads is None else root_of(self.anchor, self, unit.name)
             flats, forward = self._gathers.full(unit), self.forwards.last
-            self._present = present = self._given.visit(unit, flats, forward, root, self)
+            seen, scored = self._gathers.seen(unit), self._seen.scored
+            self._present = present = self._given.visit(unit, flats, forward, root, self, seen=seen, scored=scored)
         return present
 
     def _need(self, unit: str) -> None:
@@ -336,12 +341,20 @@ class ForwardBackward:
         self._check_runs()
         if self.in_forward:
             raise RuntimeError(INSIDE)
-        if self._status != "passed":
-            unit, buffer = self._homes[name]
-            if begins := self._scheduler.collect(unit.name, buffer.key):
-                self._events.execute(begins)
-            self._reductions.add(name, grad, unit.name, buffer)
-            self.forwards.used.add(name)
+        if self._status == "passed":
+            return
+        for own, part in self._seen.pulled(name, grad, partial(self._again, self._homes[name][0])).items():
+            unit, buffer = self._homes[own]
+            if buffer.trainable:
+                if begins := self._scheduler.collect(unit.name, buffer.key):
+                    self._events.execute(begins)
+                self._reductions.add(own, part, unit.name, buffer)
+                self.forwards.used.add(own)
+
+    def _again(self, unit: UnitPlan) -> Mapping[str, Tensor]:
+        """The parameters of a unit, for a backward."""
+        self._need(unit.name)
+        return self._gathers.views(unit)
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""

@@ -61,14 +61,17 @@ class StateBuilder:
             _check_names(self.recipe.model, params)
         files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
+        masks: dict[str, Tensor] = {}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self.values(names, params, init_fn)
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
+            masks |= self.recipe.compress.first_masks(values)
             del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
+        found |= {name: mask for name, mask in masks.items() if not found[name].any()}
         buffers = {
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
@@ -195,6 +198,8 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
+            elif (given is not None or own.is_meta) and (extra := self.recipe.compress.first_extra(name, own)) is not None:
+                values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
             elif own.device.type != "meta":
