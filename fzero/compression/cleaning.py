@@ -9,8 +9,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from fzero.compression.plan import CompressionPlan
-from fzero.compression.techniques import Quantize
+from fzero.compression.plan import CompressionPlan, is_added
+from fzero.compression.techniques import Quantize, Technique
 
 HEADS = ("num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "n_head", "nhead")
 """Attributes that hold a number of heads."""
@@ -52,16 +52,14 @@ def clean(weights: Mapping[str, Tensor], plan: CompressionPlan, *, num_updates: 
         return _cut(found, weights, plan, n)
 
 
-def _last(techniques: tuple[object, ...]) -> tuple[object, ...]:
+def _last(techniques: tuple[Technique, ...]) -> tuple[Technique, ...]:
     """The techniques with the bits that they have at the end, and without a share of the unquantized weight."""
     return tuple(
         replace(x, start_bits=x.target_bits, change_ratio=None) if isinstance(x, Quantize) else x for x in techniques
     )
 
 
-def _cut(
-    found: dict[str, Tensor], weights: Mapping[str, Tensor], plan: CompressionPlan, n: int
-) -> dict[str, Tensor]:
+def _cut(found: dict[str, Tensor], weights: Mapping[str, Tensor], plan: CompressionPlan, n: int) -> dict[str, Tensor]:
     """The tensors without the elements that shrinking drops."""
     kept: dict[tuple[str, int], Tensor] = {}
     for shrink in plan.shrinks:
@@ -93,7 +91,7 @@ def shrunk(model: nn.Module, weights: Mapping[str, Tensor], *, num_heads: Mappin
     heads = dict(num_heads or {})
     for name, module in small.named_modules():
         dot = f"{name}." if name else ""
-        for key in [key for key in (*module._parameters, *module._buffers) if key in _added_keys()]:
+        for key in [key for key in (*module._parameters, *module._buffers) if is_added(key)]:
             (module._parameters if key in module._parameters else module._buffers).pop(key)
         _set_heads(name, module, weights, heads.pop(name, None))
         for slots in (module._parameters, module._buffers):
@@ -101,18 +99,14 @@ def shrunk(model: nn.Module, weights: Mapping[str, Tensor], *, num_heads: Mappin
                 if own is None or (dot + key not in weights and key in module._non_persistent_buffers_set):
                     continue
                 if dot + key not in weights:
-                    raise ValueError(f"shrunk: weights must have {dot + key!r}, and lack it; pass what clean(...) returned")
+                    raise ValueError(
+                        f"shrunk: weights must have {dot + key!r}, and lack it; pass what clean(...) returned"
+                    )
                 slots[key] = _resized(dot + key, module, own, weights[dot + key])  # type: ignore[assignment]
         _set_sizes(module)
     if heads:
         raise ValueError(f"num_heads: must name modules of the model, got {min(heads)!r}; correct the name")
     return _tied_again(model, small)
-
-
-def _added_keys() -> set[str]:
-    from fzero.compression.matching import ADDED
-
-    return ADDED
 
 
 def _resized(name: str, module: nn.Module, own: Tensor, value: Tensor) -> Tensor:
@@ -151,7 +145,8 @@ def _set_heads(name: str, module: nn.Module, weights: Mapping[str, Tensor], give
     }
     if given is None and len({new / old for new, old in shares}) > 1:
         raise ValueError(
-            f"num_heads: must be given for {name!r}, whose Linears lost different shares of their rows; pass num_heads={{{name!r}: ...}}"
+            f"num_heads: must be given for {name!r}, whose Linears lost different shares of their rows; pass "
+            f"num_heads={{{name!r}: ...}}"
         )
     for key in keys:
         before = getattr(module, key)
@@ -169,7 +164,7 @@ def _tied_again(model: nn.Module, small: nn.Module) -> nn.Module:
     owners = {id(param): name for name, param in model.named_parameters()}
     for name, param in model.named_parameters(remove_duplicate=False):
         owner = owners[id(param)]
-        if name != owner and name.rpartition(".")[2] not in _added_keys():
+        if name != owner and not is_added(name):
             prefix, _, key = name.rpartition(".")
             small.get_submodule(prefix)._parameters[key] = small.get_parameter(owner)
     return small

@@ -19,7 +19,16 @@ from fzero.optim.precision import hashed
 Number = int | Tensor
 
 __all__ = [
-    "Number", "affine", "bits_at", "binary", "choose", "quantize", "share_at", "straight_through", "ternary", "top_share",
+    "Number",
+    "affine",
+    "binary",
+    "bits_at",
+    "choose",
+    "quantize",
+    "share_at",
+    "straight_through",
+    "ternary",
+    "top_share",
     "uniform_noise",
 ]  # fmt: skip
 
@@ -100,7 +109,9 @@ def quantize(
     for few, formula in ((1, binary), (2, ternary)):
         if least <= few <= most:
             found = formula(wide_GK)
-            values = found if values is None else torch.where(torch.as_tensor(bits >= few, device=x.device), found, values)
+            values = (
+                found if values is None else torch.where(torch.as_tensor(bits >= few, device=x.device), found, values)
+            )
     if most >= 3:
         top, bottom = (wide_GK.abs().amax(-1, keepdim=True), None) if symmetric else _bounds(wide_GK)
         at_least_3 = bits.clamp(min=3) if isinstance(bits, Tensor) else bits

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from fzero.compression.plan import CompressionPlan, Extra, Shrink
+from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
 from fzero.compression.techniques import Kind, Mask, Quantize, QuantizeInput, Technique, salt_of
 from fzero.config.compression import CompressionTraining, Group
 from fzero.config.config import Config, ConfigError
@@ -75,15 +75,19 @@ class _Search:
         mixed = shared.fp16_mixed_quantize
         taken = (nn.Linear, nn.Conv2d, nn.Embedding)
         found: dict[str, Quantize] = {}
+        named: list[list[str]] = []
         for where, group, names in self._groups("weight_quantization", technique, taken):
             bits, start = group.params.target_bits, group.params.start_bits
+            named += names
             for name in (name for names_of in names for name in names_of):
                 weight = self._weight(where, name)
                 rows = isinstance(self.modules[name], nn.Embedding) and shared.quantize_weight_in_forward
                 num_groups = self.modules[name].weight.shape[0] if rows else shared.quantize_groups
                 self._check_groups(where, weight, name, num_groups)
                 if isinstance(self.modules[name], nn.Conv2d) and bits < 4:
-                    raise ConfigError(f"{where}.params.target_bits: must be at least 4 for the convolution {name!r}, got {bits}")
+                    raise ConfigError(
+                        f"{where}.params.target_bits: must be at least 4 for the convolution {name!r}, got {bits}"
+                    )
                 quantizer = Quantize(
                     bits, bits if shared.quantize_weight_in_forward or start is None else start,
                     group.params.quantization_period, shared.schedule_offset, num_groups, shared.quantization_type == "symmetric",
@@ -93,7 +97,7 @@ class _Search:
                 if found.setdefault(weight, quantizer) != quantizer and not rows:
                     continue  # the other user of a tied weight is an embedding, whose rows are groups
                 found[weight] = quantizer
-        self._check_ties("weight_quantization", found, [n for _, _, x in self._groups("weight_quantization", technique, taken) for n in x])
+        self._check_ties("weight_quantization", found, named)
         for weight, quantizer in found.items():
             self.params.setdefault(weight, []).append(quantizer)
 
@@ -127,7 +131,9 @@ class _Search:
                 )
             shapes["head"] = (1, shared.num_heads)
         home = full.rpartition(".")[0]
-        extra = Extra(home, scores if trained else f"{kind}_pruning_mask", shapes[kind], "scores" if trained else "mask", full)
+        extra = Extra(
+            home, scores if trained else f"{kind}_pruning_mask", shapes[kind], "scores" if trained else "mask", full
+        )
         self.extras += [] if extra in self.extras else [extra]
         return Mask(kind, ratio, extra.name, trained, shared.schedule_offset)
 
@@ -137,7 +143,9 @@ class _Search:
         if mask not in techniques:
             techniques.append(mask)
         if bias is not None and mask.kind in ("row", "channel"):
-            self.params.setdefault(bias, []).append(Mask(mask.kind, mask.ratio, mask.source, mask.trained, mask.offset, True))
+            self.params.setdefault(bias, []).append(
+                Mask(mask.kind, mask.ratio, mask.source, mask.trained, mask.offset, True)
+            )
 
     def quantize_inputs(self, block: CompressionTraining) -> None:
         technique = block.activation_quantization
@@ -191,7 +199,9 @@ class _Search:
             raise ConfigError(
                 f"{where}: must be a regular expression, got {pattern!r} ({error}); '*' alone is every Linear and Conv2d"
             ) from None
-        kinds = tuple(k for k in (taken if isinstance(taken, tuple) else (taken,)) if pattern != "*" or k is not nn.Embedding)
+        kinds = tuple(
+            k for k in (taken if isinstance(taken, tuple) else (taken,)) if pattern != "*" or k is not nn.Embedding
+        )
         names = [n for n in found if isinstance(self.modules[n], kinds)]
         if not names:
             wanted = " or ".join(kind.__name__ for kind in kinds)
@@ -242,7 +252,9 @@ class _Search:
         """Notes the dimensions that shrink with the pruned modules."""
         where = f"{where}.related_modules"
         if kind == "sparse":
-            raise ConfigError(f"{where}: must be left out for sparse pruning, whose weights keep their shape; remove it")
+            raise ConfigError(
+                f"{where}: must be left out for sparse pruning, whose weights keep their shape; remove it"
+            )
         taken = {"row": (nn.Linear,), "head": (nn.Linear,), "channel": (nn.Conv2d, nn.BatchNorm2d, nn.Linear)}[kind]
         related = [self._named(where, pattern, taken) for pattern in patterns]
         for pattern, found in zip(patterns, related, strict=True):
@@ -275,13 +287,9 @@ class _Search:
                 + (" (for heads: the matrices of queries, keys and values)" if kind == "head" else "")
             )
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        own = {key for key, tensor in tensors if tensor.dim() and key not in ADDED}
+        own = {key for key, tensor in tensors if tensor.dim() and not is_added(key)}
         keys = own if is_norm else {"weight", *({"bias"} & own if kind == "head" else ())}
         return [(f"{related}.{key}", dim) for key in sorted(keys, reverse=True)]
-
-
-ADDED = {"x_min_max", *(scores for _, scores, _ in _PRUNING), *(f"{kind}_pruning_mask" for kind, _, _ in _PRUNING)}
-"""The names of tensors that techniques add to modules."""
 
 
 def _examples(modules: Mapping[str, nn.Module], kinds: tuple[type[nn.Module], ...]) -> str:

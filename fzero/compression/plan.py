@@ -14,9 +14,23 @@ import torch
 from torch import Tensor, nn
 
 from fzero.compression.formulas import Number
-from fzero.compression.techniques import Mask, Quantize, QuantizeInput, Technique, Tensors, salt_of
+from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors, salt_of
 
-__all__ = ["CompressionPlan", "Extra", "Shrink"]
+__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "registered"]
+
+
+ADDED = frozenset(
+    {
+        *("sparse_mask_scores", "row_mask_scores", "head_pruning_scores", "channel_mask_scores"),
+        *("sparse_pruning_mask", "row_pruning_mask", "channel_pruning_mask", "x_min_max"),
+    }
+)
+"""The names, in their modules, of the tensors that techniques add."""
+
+
+def is_added(name: str) -> bool:
+    """Whether a tensor's name is one that techniques give; a run without compression leaves such a tensor in a checkpoint."""
+    return name.rpartition(".")[2] in ADDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +105,9 @@ class CompressionPlan:
             value = technique.seen(value, tensors, n)
         return value
 
-    def pulled(self, name: str, grad: Tensor, n: int, tensors: Tensors, values: Callable[[], Tensor]) -> dict[str, Tensor]:
+    def pulled(
+        self, name: str, grad: Tensor, n: int, tensors: Tensors, values: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
         """The gradients of a parameter and of its scores, from the gradient of what `seen` returned.
 
         Args:

@@ -33,10 +33,12 @@ def start_of_student(
         found = {key.removeprefix(theirs) for key in teacher if key.startswith(theirs)}
         if not keys or keys != found:
             differing = sorted(keys ^ found)[:3]
-            what = f"tensors {', '.join(differing)} in one of them only" if keys and found else "no tensors in one of them"
+            what = (
+                f"tensors {', '.join(differing)} in one of them only" if keys and found else "no tensors in one of them"
+            )
             raise ValueError(
-                f"layer_reduction: {own.rstrip('.')!r} of the student and {theirs.rstrip('.')!r} of the teacher must have the same "
-                f"tensors, got {what}; correct module_name_prefix, teacher_layer or other_module_name"
+                f"layer_reduction: {own.rstrip('.')!r} of the student and {theirs.rstrip('.')!r} of the teacher must have the "
+                f"same tensors, got {what}; correct module_name_prefix, teacher_layer or other_module_name"
             )
         for key in keys:
             value = teacher[theirs + key]

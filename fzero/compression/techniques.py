@@ -215,7 +215,8 @@ class QuantizeInput:
     def __str__(self) -> str:
         kind = "symmetric" if self.symmetric else "asymmetric"
         ranges = "each token" if self.range_of is None and not self.per_image else "each image"
-        return f"{self.bits} bits, {kind}, range of {ranges if self.range_of is None else self.range_of}, from update {self.offset}"
+        ranges = self.range_of or ranges
+        return f"{self.bits} bits, {kind}, range of {ranges}, from update {self.offset}"
 
 
 def salt_of(seed: int, name: str) -> int:

@@ -60,7 +60,7 @@ ACCEPTED = {
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
     "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which do not exist here",
     "compression_training.weight_quantization.shared_parameters.quantizer_kernel": "PyTorch's operators have the same numbers",
-    "compression_training.weight_quantization.shared_parameters.quantize_verbose": "fzero prints nothing by itself; print the plan",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose": "fzero prints nothing; print the plan",
     "elasticity.min_time": "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",

@@ -198,7 +198,9 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and (extra := self.recipe.compress.first_extra(name, own)) is not None:
+            elif (given is not None or own.is_meta) and (
+                extra := self.recipe.compress.first_extra(name, own)
+            ) is not None:
                 values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")

@@ -23,7 +23,12 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
 
 
 def make_equal(
-    buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, world: Bound, *, has_news: bool,
+    buffers: Mapping[str, Tensor],
+    moved: set[str],
+    moving: frozenset[str] | None,
+    world: Bound,
+    *,
+    has_news: bool,
     ranges: Collection[str] = (),
 ) -> frozenset[str]:
     """Makes buffers that steps change equal on all ranks, in place: averages floating ones, takes rank 0's values for others.

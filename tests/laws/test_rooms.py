@@ -20,7 +20,7 @@ import fzero.testing
 
 ROOT = Path(__file__).parents[2]
 
-CORE = "sharding common comms optim config plans"
+CORE = "sharding common comms optim config compression plans"
 STEP = f"{CORE} state verbs storage runtime graph step simulation"
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, str] = {
     "optim": "sharding common",
     "config": "sharding common optim",
     "plans": "sharding common comms optim config",
+    "compression": "sharding common optim config",
     "state": CORE,
     "verbs": f"{CORE} state",
     "storage": f"{CORE} state",
