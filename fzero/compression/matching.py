@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
-from fzero.compression.techniques import Kind, Mask, Quantize, QuantizeInput, Technique, salt_of
+from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added, salt_of
+from fzero.compression.techniques import Kind, Mask, Quantize, QuantizeInput, Technique
 from fzero.config.compression import CompressionTraining, Group
 from fzero.config.config import Config, ConfigError
 
@@ -131,11 +131,11 @@ class _Search:
                 )
             shapes["head"] = (1, shared.num_heads)
         home = full.rpartition(".")[0]
-        extra = Extra(
-            home, scores if trained else f"{kind}_pruning_mask", shapes[kind], "scores" if trained else "mask", full
-        )
+        key = scores if trained else f"{kind}_pruning_mask"
+        mask = Mask(kind, ratio, f"{home}.{key}".removeprefix("."), trained, shared.schedule_offset)
+        extra = Extra(home, key, shapes[kind], "scores" if trained else "mask", full, mask)
         self.extras += [] if extra in self.extras else [extra]
-        return Mask(kind, ratio, extra.name, trained, shared.schedule_offset)
+        return mask
 
     def _apply(self, mask: Mask, name: str) -> None:
         weight, bias = self.owner[f"{name}.weight"], self.owner.get(f"{name}.bias")

@@ -6,15 +6,17 @@ gathered tensors and n, the number of updates so far. Nothing in the model is re
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fzero.compression.formulas import Number
-from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors, salt_of
+if TYPE_CHECKING:
+    from fzero.compression.formulas import Number
+    from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
 
 __all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "registered"]
 
@@ -40,6 +42,7 @@ class Extra:
     Attributes:
         module, key: where it is registered; its full name is `name`.
         of: the weight that it belongs to; for a range, the module.
+        mask: the mask that it is the source of; None for a range.
     """
 
     module: str
@@ -47,6 +50,13 @@ class Extra:
     shape: tuple[int, ...]
     kind: Literal["scores", "mask", "range"]
     of: str
+    mask: Mask | None = None
+
+    @property
+    def mask_of(self) -> Mask:
+        """The mask that it is the source of."""
+        assert self.mask is not None
+        return self.mask
 
     @property
     def name(self) -> str:
@@ -115,7 +125,7 @@ class CompressionPlan:
         """
         techniques = self.params[name]
         inputs: list[Tensor | None] = [None] * len(techniques)
-        if any(isinstance(x, Mask) and x.trained and n >= x.offset for x in techniques):
+        if any(x.scores and n >= x.offset for x in techniques):
             value = values().detach()
             for index, technique in enumerate(techniques):
                 inputs[index] = value
@@ -132,11 +142,11 @@ class CompressionPlan:
 
     def scores_of(self, name: str) -> tuple[str, ...]:
         """The scores that the gradient of a parameter trains."""
-        return tuple(x.source for x in self.params.get(name, ()) if isinstance(x, Mask) and x.trained)
+        return tuple(x.scores for x in self.params.get(name, ()) if x.scores)
 
     def needs(self, names: Iterable[str]) -> set[str]:
         """The masks and scores that the techniques of these parameters read."""
-        return {x.source for name in names for x in self.params.get(name, ()) if isinstance(x, Mask)}
+        return {x.reads for name in names for x in self.params.get(name, ()) if x.reads}
 
     @property
     def ranges(self) -> frozenset[str]:
@@ -150,8 +160,7 @@ class CompressionPlan:
         found = {}
         for extra in self.extras:
             if extra.kind == "mask" and extra.of in values:
-                mask = next(x for x in self.params[extra.of] if isinstance(x, Mask) and x.source == extra.name)
-                found[extra.name] = mask.first(values[extra.of])
+                found[extra.name] = extra.mask_of.first(values[extra.of])
         return found
 
     def first_extra(self, name: str, like: Tensor) -> Tensor | None:
@@ -206,3 +215,8 @@ def first_value(extra: Extra, seed: int, dtype: torch.dtype) -> Tensor:
     scores = torch.empty(extra.shape)
     nn.init.kaiming_uniform_(scores, a=5**0.5, generator=torch.Generator().manual_seed(salt_of(seed, extra.name)))
     return scores.to(dtype)
+
+
+def salt_of(seed: int, name: str) -> int:
+    """A number that makes the random numbers of each tensor differ from those of others."""
+    return zlib.crc32(f"{seed}/{name}".encode())

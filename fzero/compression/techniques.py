@@ -6,7 +6,6 @@ value back to `x`, and to the scores of a mask. `tensors` has masks and scores b
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -61,6 +60,16 @@ class Quantize:
     change_ratio: float | None = None
     salt: int | None = None
 
+    @property
+    def scores(self) -> None:
+        """The scores that it trains: none."""
+        return None
+
+    @property
+    def reads(self) -> None:
+        """The tensor that it reads besides the weight: none."""
+        return None
+
     def bits(self, n: Number) -> Number:
         """The bits of a forward with n updates behind it, n ≥ offset."""
         return bits_at(n - self.offset, self.start_bits, self.target_bits, self.period)
@@ -78,9 +87,10 @@ class Quantize:
         if self.change_ratio is None:
             return values
         share = share_at(q, self.start_bits, self.target_bits, self.period, self.change_ratio)
-        if isinstance(share, Tensor):
-            share = share.to(x.device, x.dtype)
-        return x * share + values * (1 - share)
+        rest = 1 - share
+        if isinstance(share, Tensor) and isinstance(rest, Tensor):
+            share, rest = share.to(x.device, x.dtype), rest.to(x.device, x.dtype)
+        return x * share + values * rest
 
     def seen(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         """See the module."""
@@ -117,6 +127,16 @@ class Mask:
     trained: bool
     offset: int = 0
     of_bias: bool = False
+
+    @property
+    def scores(self) -> str | None:
+        """The scores that it trains."""
+        return self.source if self.trained else None
+
+    @property
+    def reads(self) -> str:
+        """The tensor that it reads besides the weight."""
+        return self.source
 
     def mask(self, tensors: Tensors) -> Tensor:
         """The mask in the shape of its source (bool)."""
@@ -217,8 +237,3 @@ class QuantizeInput:
         ranges = "each token" if self.range_of is None and not self.per_image else "each image"
         ranges = self.range_of or ranges
         return f"{self.bits} bits, {kind}, range of {ranges}, from update {self.offset}"
-
-
-def salt_of(seed: int, name: str) -> int:
-    """A number that makes the random bits of each parameter differ from those of others."""
-    return zlib.crc32(f"{seed}/{name}".encode())

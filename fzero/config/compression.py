@@ -328,3 +328,9 @@ class CompressionTraining(Block):
     """Heads of attention that are 0."""
     channel_pruning: ChannelPruning = ChannelPruning()
     """Output channels of convolutions that are 0."""
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a technique is on, other than layer reduction, which makes the first weights."""
+        techniques = (getattr(self, name) for name in type(self).model_fields)
+        return any(x.enabled for x in techniques if isinstance(x, _Technique))

@@ -65,9 +65,10 @@ class Gathers:
         seen: SeenParams,
         was_changed: Callable[[str], ValueError],
     ) -> None:
-        self._plan, self._mesh, self._params, self._transfer, self._seen, self._was_changed = (
-            plan, mesh, params, transfer, seen, was_changed,
+        self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
+            plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
+        self._seen = seen
         self._full = [b for b in plan.flat_buffers if not b.flow.gathers_over]
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
@@ -155,6 +156,15 @@ class Gathers:
                 if value.numel():
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
+
+    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, Tensor]:
+        """The gradients of a parameter and of its scores, from that of what a module saw. `need` gathers the unit again."""
+
+        def again() -> dict[str, Tensor]:
+            need(unit.name)
+            return self.views(unit)
+
+        return self._seen.pulled(name, grad, again)
 
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""

@@ -72,12 +72,15 @@ class _RefusesParts:
 class GivenParams:
     """The parameters as they were passed to one forward.
 
+    Args:
+        scored: the parameters whose gradient is needed for scores, also where they are frozen.
+
     Attributes:
         is_open: whether the forward runs.
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
+    def __init__(self, scored: frozenset[str] = frozenset()) -> None:
+        self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
         self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
 
@@ -114,7 +117,6 @@ class GivenParams:
         work: object,
         *,
         seen: Mapping[str, Tensor],
-        scored: frozenset[str],
     ) -> Visit:
         """The parameters of a unit for one visit.
 
@@ -124,8 +126,8 @@ class GivenParams:
             root: the `UnitRoot` of the visit; None where no gradients are collected.
             work: the `ForwardBackward` that collects them.
             seen: what modules see of its compressed parameters, in place of these.
-            scored: the parameters whose gradient is needed for scores, also where they are frozen.
         """
+        scored = self._scored
         still = frozenset[str]() if root is None else forward.still
         # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))

@@ -22,7 +22,6 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
-from fzero.compression.inputs import quantized_inputs
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.eager import ForwardBackward
@@ -370,7 +369,11 @@ def _seen(run: StepRuntime, state: State) -> SeenParams:
 
 def _quantizing(run: StepRuntime, state: State) -> Any:
     plan = run.recipe.compress
-    return quantized_inputs(run.recipe.model, plan, int(state.step)) if plan.inputs else nullcontext()
+    if not plan.inputs:
+        return nullcontext()
+    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
+
+    return quantized_inputs(run.recipe.model, plan, int(state.step))
 
 
 def _with_blocks(run: StepRuntime) -> Any:
