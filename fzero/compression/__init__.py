@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fzero.compression.inputs import quantized_inputs as quantized_inputs
     from fzero.compression.matching import compression as compression
     from fzero.compression.plan import CompressionPlan as CompressionPlan
+    from fzero.compression.prepared import prepare as prepare
     from fzero.compression.students import start_of_student as start_of_student
 else:
     __getattr__, __dir__, __all__ = door(
@@ -21,6 +22,7 @@ else:
             "inputs": "quantized_inputs",
             "matching": "compression",
             "plan": "CompressionPlan",
+            "prepared": "prepare",
             "students": "start_of_student",
         },
     )

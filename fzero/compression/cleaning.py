@@ -88,6 +88,7 @@ def shrunk(model: nn.Module, weights: Mapping[str, Tensor], *, num_heads: Mappin
         ValueError: a weight is missing, or has a shape that its module cannot have, or a number of heads does not follow.
     """
     small = copy.deepcopy(model)
+    small.__dict__.pop("compression_plan", None)
     heads = dict(num_heads or {})
     for name, module in small.named_modules():
         dot = f"{name}." if name else ""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from fzero.compression.formulas import Number
     from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
 
-__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "registered"]
+__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "plan_of", "registered"]
 
 
 ADDED = frozenset(
@@ -204,6 +204,12 @@ def registered(plan: CompressionPlan, model: nn.Module) -> None:
             module.register_parameter(extra.key, nn.Parameter(value))
         else:
             module.register_buffer(extra.key, value)
+
+
+def plan_of(model: nn.Module) -> CompressionPlan | None:
+    """The plan that `fzero.compression.prepare` has noted in a model; None if there is none."""
+    plan = vars(model).get("compression_plan")
+    return plan if isinstance(plan, CompressionPlan) else None
 
 
 def first_value(extra: Extra, seed: int, dtype: torch.dtype) -> Tensor:

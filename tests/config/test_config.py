@@ -258,7 +258,6 @@ ON: dict[str, Any] = {
     "datastates_ckpt": {"any": 1},
     "pipeline": {"stages": 2},
     "compile": {"deepcompile": True},
-    "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}},
     "sparse_attention": {},
     "tensor_parallel": {"autotp_size": 2},
     "weight_quantization": {},
@@ -304,10 +303,6 @@ def test_a_value_that_asks_for_nothing_is_no_error_and_no_warning(key: str) -> N
         at("compile", {"offload_activation": True}),
         at("checkpoint", {"tag_validation": "WARN", "parallel_write": {"pipeline_stage": False}}),
         at("pipeline", {"stages": "auto", "partition": "best"}),
-        at(
-            "compression_training",
-            {"head_pruning": {"shared_parameters": {}, "different_groups": {"a": {"params": {}}}}},
-        ),
         at("data_efficiency", {"enabled": False, "data_sampling": {"enabled": True}}),
         zero(offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1),
         zero(cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False, legacy_stage1=False),
