@@ -524,7 +524,7 @@ DEEPSPEED = """
     curriculum_learning{enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config{any}}
     data_efficiency{enabled seed data_sampling{num_epochs num_workers curriculum_learning{enabled curriculum_metrics}
         dynamic_batching{min_batch_size lr_scaling_method sequence_picking_order}} data_routing{random_ltd{enabled}}}
-    compression_training{weight_quantization{shared_parameters{enabled} different_groups{any{params modules}}}
+    compression_training{weight_quantization{shared_parameters{enabled} different_groups}
         activation_quantization{shared_parameters} sparse_pruning{shared_parameters} row_pruning{shared_parameters}
         head_pruning{shared_parameters} channel_pruning{shared_parameters} layer_reduction{enabled}}
     sparse_attention{mode block different_layout_per_head num_local_blocks num_global_blocks attention
