@@ -37,7 +37,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (of(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for of in (self.query, self.key, self.value))
+        q, k, v = (
+            of(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for of in (self.query, self.key, self.value)
+        )
         mixed: Tensor = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return mixed
 

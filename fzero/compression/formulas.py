@@ -113,16 +113,13 @@ def quantize(
                 found if values is None else torch.where(torch.as_tensor(bits >= few, device=x.device), found, values)
             )
     if most >= 3:
-        top, bottom = (wide_GK.abs().amax(-1, keepdim=True), None) if symmetric else _bounds(wide_GK)
+        low, high = wide_GK.amin(-1, keepdim=True), wide_GK.amax(-1, keepdim=True)
+        top, bottom = (torch.maximum(-low, high), None) if symmetric else (high, low)
         at_least_3 = bits.clamp(min=3) if isinstance(bits, Tensor) else bits
         found = affine(wide_GK, at_least_3, top, bottom, noise_GK)
         values = found if values is None else torch.where(torch.as_tensor(bits >= 3, device=x.device), found, values)
     assert values is not None
     return values.reshape(x.shape).to(x.dtype)
-
-
-def _bounds(x_GK: Tensor) -> tuple[Tensor, Tensor]:
-    return x_GK.amax(-1, keepdim=True), x_GK.amin(-1, keepdim=True)
 
 
 def affine(x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise: Tensor | None = None) -> Tensor:
@@ -132,16 +129,19 @@ def affine(x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise
         levels = torch.bitwise_left_shift(torch.ones_like(bits), bits).to(x_GK.device, x_GK.dtype)
     else:
         levels = float(2**bits)
-    width = 2 * top if bottom is None else top - bottom
-    scale = width / levels
+    scale = (2 * top if bottom is None else top - bottom) / levels
     is_flat = scale == 0
     scale = torch.where(is_flat, 1.0, scale)
-    zero = None if bottom is None else (bottom / scale).round() * scale
-    steps = (x_GK if zero is None else x_GK - zero) / scale
-    steps = (steps if noise is None else steps + noise).round()
-    first, last = (-levels / 2, levels / 2 - 1) if zero is None else (0.0 * levels, levels - 1)
-    values = torch.clamp(steps, first, last) * scale  # type: ignore[arg-type,type-var]
-    return torch.where(is_flat, x_GK, values if zero is None else values + zero)
+    if bottom is None:
+        values, first, last = x_GK / scale, -levels / 2, levels / 2 - 1
+    else:
+        bottom = torch.where(is_flat, bottom, (bottom / scale).round() * scale)
+        values, first, last = (x_GK - bottom).div_(scale), 0.0 * levels, levels - 1
+    if noise is not None:
+        values.add_(noise)
+    # In place: memory for each intermediate value would cost more than the arithmetic.
+    values.round_().clamp_(first, last).mul_(scale)  # type: ignore[arg-type]
+    return values if bottom is None else values.add_(bottom)
 
 
 def ternary(x_GK: Tensor) -> Tensor:
