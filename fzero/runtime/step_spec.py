@@ -86,6 +86,11 @@ class StepSpec:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
+        if self.compile == "block" and self.compress.inputs:
+            raise ConfigError(
+                "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
+                "compiled in every step, got it on; pass compile='step', or leave compile out"
+            )
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:

@@ -118,6 +118,15 @@ def test_ranks_take_the_least_and_the_largest_of_their_ranges(ranks: RankPool) -
         torch.testing.assert_close(weights["blocks.0.value.x_min_max"], torch.stack([x.min(), x.max()]))
 
 
+def test_compiled_blocks_see_compressed_weights_and_no_quantized_inputs() -> None:
+    techniques = {name: ALL[name] for name in ("weight_quantization", "row_pruning", "head_pruning")}
+    how: dict[str, Any] = {"compile": "block", "compile_backend": "aot_eager"}
+    losses, _ = trained(techniques, 3, **how)
+    assert losses == pytest.approx(trained(techniques, 3)[0], rel=1e-6)
+    with pytest.raises(fzero.ConfigError, match=r"activation_quantization: must be off with compile='block'"):
+        trained(ALL, 3, **how)
+
+
 def test_evaluation_sees_what_training_sees() -> None:
     step = fzero.make_train_step(net(), settings(ALL, 3))
     state = step.init()
