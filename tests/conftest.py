@@ -30,8 +30,8 @@ collect_ignore = [
 
 BUDGETS = {
     "checkpoint": 400, "comms": 400, "compression": 120, "engine": 300, "estimation": 300, "examples": 300, "graph": 900,
-    "integrations": 200, "launch": 120, "laws": 1500, "plans": 60, "profiling": 120, "resharding": 120, "runtime": 500, "step": 400,
-    "storage": 60, "testing": 900, "tuning": 120,
+    "integrations": 200, "launch": 120, "laws": 1500, "plans": 60, "profiling": 120, "resharding": 120, "runtime": 500,
+    "step": 400, "storage": 60, "testing": 900, "tuning": 120,
 }  # fmt: skip
 """Seconds that the long tests of a room are meant to take, on all workers together."""
 

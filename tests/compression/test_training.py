@@ -25,6 +25,13 @@ MASKS = {
 }
 
 
+EACH = [
+    pytest.param(ALL, id="all"),
+    pytest.param(STOCHASTIC, id="stochastic", marks=pytest.mark.long),
+    pytest.param(MASKS, id="masks", marks=pytest.mark.long),
+]
+
+
 def lockstep(
     techniques: dict[str, Any], stage: int, *, num_micro: int = 1, by: str = "lockstep"
 ) -> tuple[list[float], Any]:
@@ -64,12 +71,13 @@ def test_a_compressed_step_is_the_plain_loop_with_the_formulas(stage: int) -> No
     torch.testing.assert_close(weights["head.x_min_max"], bounds)
 
 
-@pytest.mark.parametrize("techniques", [ALL, STOCHASTIC, MASKS], ids=["all", "stochastic", "masks"])
+@pytest.mark.parametrize("techniques", EACH)
 def test_all_stages_have_the_same_bits(techniques: dict[str, Any]) -> None:
     losses = [lockstep(techniques, stage)[0] for stage in range(4)]
     assert losses[0] == losses[1] == losses[2] == losses[3]
 
 
+@pytest.mark.long
 def test_with_accumulation_the_pairs_of_stages_have_the_same_bits_and_all_are_equal_to_rounding() -> None:
     losses = [lockstep(ALL, stage, num_micro=2)[0] for stage in range(4)]
     assert losses[0] == losses[1] and losses[2] == losses[3]
@@ -80,7 +88,7 @@ def test_ranks_stacked_are_the_ranks_in_lockstep_to_rounding() -> None:
     assert lockstep(ALL, 3, by="vmap")[0] == pytest.approx(lockstep(ALL, 3)[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("techniques", [ALL, STOCHASTIC, MASKS], ids=["all", "stochastic", "masks"])
+@pytest.mark.parametrize("techniques", EACH)
 def test_a_captured_step_is_the_eager_one_and_no_offset_captures_it_again(techniques: dict[str, Any]) -> None:
     step = fzero.make_train_step(
         net(), settings(techniques, 3, gradient_clipping=0), compile="step", compile_backend="aot_eager"
@@ -93,7 +101,7 @@ def test_a_captured_step_is_the_eager_one_and_no_offset_captures_it_again(techni
     assert step.program is not None and len(step.program.compiled.graphs) == 1
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_recomputed_blocks_see_the_same_values(stage: int) -> None:
     losses, weights = trained(ALL, stage, checkpoint=1)
     expected, others = trained(ALL, stage)
@@ -118,6 +126,7 @@ def test_ranks_take_the_least_and_the_largest_of_their_ranges(ranks: RankPool) -
         torch.testing.assert_close(weights["blocks.0.value.x_min_max"], torch.stack([x.min(), x.max()]))
 
 
+@pytest.mark.long
 def test_compiled_blocks_see_compressed_weights_and_no_quantized_inputs() -> None:
     techniques = {name: ALL[name] for name in ("weight_quantization", "row_pruning", "head_pruning")}
     how: dict[str, Any] = {"compile": "block", "compile_backend": "aot_eager"}
