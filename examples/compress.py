@@ -22,7 +22,6 @@ from torch.nn import functional as F
 
 import fzero
 from fzero.compression import clean, shrunk, start_of_student
-from fzero.config.compression import LayerReduction
 
 WIDTH, HEADS, KINDS, LENGTH, BATCH = 64, 4, 4, 24, 64
 
@@ -154,9 +153,12 @@ def milliseconds(model: nn.Module) -> float:
 def distilled(dense: Encoder, num_steps: int) -> nn.Module:
     """A student with two of the teacher's layers, which learns from the teacher's logits, too."""
     student = Encoder(num_layers=2)
-    reduction = LayerReduction(
-        enabled=True, module_name_prefix="layers", teacher_layer=(1, 3), other_module_name=("embed", "classifier")
-    )
+    block = {
+        "enabled": True, "module_name_prefix": "layers", "teacher_layer": [1, 3], "other_module_name": ["embed", "classifier"],
+    }  # fmt: skip
+    reduction = fzero.Config.load(
+        {"compression_training": {"layer_reduction": block}}
+    ).compression_training.layer_reduction
     student.load_state_dict(start_of_student(student.state_dict(), dense.state_dict(), reduction))
 
     def loss_fn(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

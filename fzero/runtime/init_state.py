@@ -21,6 +21,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.compression.plan import is_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
@@ -276,7 +277,7 @@ def _initialise(
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
     dot = f"{prefix}." if prefix else ""
-    values = {dot + key: tensor.detach() for key, tensor in filled.items() if tensor is not None}
+    values = {dot + k: tensor.detach() for k, tensor in filled.items() if tensor is not None and not is_added(k)}
     for name, tensor in values.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ValueError(f"init: {where} leaves {name!r} without values; pass an init_fn= that fills it")

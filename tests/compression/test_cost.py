@@ -43,5 +43,7 @@ def test_a_value_takes_no_longer_than_its_formula() -> None:
     with torch.no_grad():
         assert torch.equal(quantizer.seen(x, {}, 0), quantized(x))
         assert torch.equal(mask.seen(x, {"scores": scores}, 0), largest(x, scores))
-        assert best(lambda: quantizer.seen(x, {}, 0)) < 1.3 * best(lambda: quantized(x))  # 1.3: what the clock varies by
+        assert best(lambda: quantizer.seen(x, {}, 0)) < 1.3 * best(
+            lambda: quantized(x)
+        )  # 1.3: what the clock varies by
         assert best(lambda: mask.seen(x, {"scores": scores}, 0)) < 1.3 * best(lambda: largest(x, scores))

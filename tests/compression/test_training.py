@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compressing import ALL, data, net, plain_loss, settings, technique, trained
+from compressing import ALL, Net, data, net, plain_loss, settings, technique, trained
 from ranks import RankPool
 from torch import nn
 
@@ -210,3 +210,17 @@ def test_masks_are_made_from_the_weights_that_a_state_begins_with(tmp_path: Any)
     assert int(mask.sum()) == 32 and size[mask].min() >= size[~mask].max()
     assert torch.equal(step.gather(loaded)["blocks.1.value.sparse_pruning_mask"], mask)
     assert torch.equal(step.gather(step.init(step.gather(given)))["blocks.1.value.sparse_pruning_mask"], mask)
+
+
+def test_a_model_on_meta_gets_the_scores_of_its_seed_and_the_masks_of_its_first_weights() -> None:
+    techniques = {"row_pruning": ALL["row_pruning"], "sparse_pruning": MASKS["sparse_pruning"]}
+    with torch.device("meta"):
+        model = Net()
+    step = fzero.make_train_step(model, settings(techniques, 3))
+    weights = step.gather(step.init())
+    scores = fzero.make_train_step(net(), settings(techniques)).recipe.model.get_parameter(
+        "blocks.0.mlp.up.row_mask_scores"
+    )
+    assert torch.equal(weights["blocks.0.mlp.up.row_mask_scores"], scores.detach())
+    mask, size = weights["blocks.1.value.sparse_pruning_mask"], weights["blocks.1.value.weight"].abs()
+    assert int(mask.sum()) == 32 and size[mask].min() >= size[~mask].max()
