@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.records import CommRecord
+from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
 from fzero.plans.comm_hooks import GivenHook
@@ -88,7 +89,8 @@ def make_train_step(
 
     Args:
         model: any module. Every step uses its structure; only `init` reads its weights, and nothing writes them:
-            `model.to("meta")` after `init` frees them. A model on `meta` is initialized unit by unit.
+            `model.to("meta")` after `init` frees them. A model on `meta` is initialized unit by unit. Where `cfg` asks for
+            trained scores, masks or static ranges (`compression_training`), the step registers these in the modules.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
             micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls `model` like the module. None calls the
@@ -160,8 +162,18 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
+        compress=_compression(cfg, model, seed),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
+
+
+def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan:
+    """What the configuration compresses in the model."""
+    if not cfg.compression_training.compresses:
+        return CompressionPlan()
+    from fzero.compression.matching import compression  # a step without compression does not load it
+
+    return compression(cfg, model, seed=seed)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:

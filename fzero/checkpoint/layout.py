@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fzero.compression.plan import is_added
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.resharding.tensors import (
     BufferTensors,
@@ -263,7 +264,7 @@ def check_names(plan: Plan, aliases: Iterable[str], stored: Mapping[str, Stored]
     """Raises ValueError for a stored parameter or module buffer that the model does not have."""
     params = (name for buffer in plan.flat_buffers for name in buffer.layout.names)
     known = {key_of("params", name) for name in (*params, *plan.buffers, *aliases)}
-    unknown = [key for key in stored if key.startswith("model.") and key not in known]
+    unknown = [k for k in stored if k.startswith("model.") and k not in known and not is_added(k)]
     if unknown:
         raise ValueError(
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names: {', '.join(unknown[:4])}); "

@@ -29,8 +29,10 @@ from fzero.common.arguments import check_path
 from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
+from fzero.compression.plan import is_added
 from fzero.resharding.new_state import blank
 from fzero.resharding.reshard import AnyStep
+from fzero.runtime.weights import with_first_masks
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -142,7 +144,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     scratch = step.runtime.offload.make_files(step.runtime.mesh.world)
     check_same_folder(step.runtime.mesh.world, path, "load_weights")
     read = together(step.runtime.mesh.world, lambda: _load(Path(path), step, scratch))
-    return placed(read, step, scratch)
+    return with_first_masks(step.runtime, placed(read, step, scratch))
 
 
 def export(
@@ -196,7 +198,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
     known = {prefix + name for prefix in prefixes for name in (*names, *aliases)}
     # Keys without the prefix of parameters are other values of the job.
     prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
-    unknown = [key for key in source.stored if key not in known and key.startswith(prefix)]
+    unknown = [k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)]
     if unknown:
         raise ValueError(
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from fzero.config.compression import CompressionTraining
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import ConfigError as ConfigError, read
@@ -90,6 +91,8 @@ class Config(Block):
     """The batch as a function of the number of ranks."""
     sparse_attention: SparseAttention | None = None
     """The layout of block-sparse attention, for the model's code to ask for; None is none."""
+    compression_training: CompressionTraining = CompressionTraining()
+    """Quantization, pruning and layer reduction."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")

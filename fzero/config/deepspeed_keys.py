@@ -59,6 +59,8 @@ ACCEPTED = {
     "activation_checkpointing.synchronize_checkpoint_boundary": "nothing has to wait for the device there",
     "activation_checkpointing.profile": "fzero prints nothing by itself; use torch.profiler",
     "activation_checkpointing.number_checkpoints": "it sizes contiguous buffers, which do not exist here",
+    "compression_training.weight_quantization.shared_parameters.quantizer_kernel": "PyTorch's operators have the same numbers",
+    "compression_training.weight_quantization.shared_parameters.quantize_verbose": "fzero prints nothing; print the plan",
     "elasticity.min_time": "it is for a scheduler of jobs; DeepSpeed reads it and does nothing with it",
     "optimizer.legacy_fusion": "there is one kind of optimizer",
     "optimizer.params.torch_adam": "every Adam here has torch's numbers",
@@ -74,6 +76,8 @@ TYPES = {
         zero_optimization.overlap_comm zero_optimization.cpu_offload_use_pin_memory optimizer.legacy_fusion""",
     "true or false": """activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
         bf16.immediate_grad_update bfloat16.immediate_grad_update
+        compression_training.weight_quantization.shared_parameters.quantizer_kernel
+        compression_training.weight_quantization.shared_parameters.quantize_verbose
         zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
         zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
         zero_optimization.load_from_fp32_weights zero_optimization.elastic_checkpoint
@@ -108,7 +112,6 @@ HARMLESS = {
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
     "pipeline": "it is for a PipelineModule, which does not exist here",
     "hybrid_engine": "for the engine (fzero.initialize); with a step use fzero.generating(step, state)",
-    "eigenvalue": "it is for quantization, which does not exist here",
     "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
     "graph_harvesting": "the step runs in eager mode",
     "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
@@ -125,7 +128,9 @@ REFUSED = {
     "managed_gradient_accumulation": "leave it out, and give gradient_accumulation_steps",
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
-    **dict.fromkeys(("compression_training", "weight_quantization", "quantize_training"), _REMOVE),
+    **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
+    "eigenvalue": "it lengthens the quantization periods of weights by second derivatives, with which DeepSpeed's own "
+    "quantization fails; remove it, and give longer quantization_periods",
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
     "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
     "aio.use_gds": "files are read and written through host memory; remove it",
@@ -155,29 +160,14 @@ OFF: dict[str, Any] = {
 }
 """Values that switch off a key that is not honoured yet, besides null, false and "auto"."""
 
-_TECHNIQUES = (
-    *("weight_quantization", "activation_quantization"),
-    *("sparse_pruning", "row_pruning", "head_pruning", "channel_pruning"),
-)
-
 SWITCHES: dict[str, tuple[str, Any]] = {
     "zero_optimization.zenflow": ("topk_ratio", 0.1),
     "compile": ("deepcompile", False),
     "tensor_parallel": ("autotp_size", 0),
     "weight_quantization": ("enabled", True),
-    **{f"compression_training.{technique}": ("shared_parameters", None) for technique in _TECHNIQUES},
 }
 """The key that switches a block off, and its default. For other blocks it is `enabled` with the default false; a block without
 that key is off when all its keys are."""
-
-_COMPRESSION = """
-    shared_parameters.enabled shared_parameters.schedule_offset shared_parameters.schedule_offset_end
-    shared_parameters.quantizer_kernel shared_parameters.quantize_groups shared_parameters.quantize_verbose
-    shared_parameters.quantization_type shared_parameters.rounding shared_parameters.quantize_weight_in_forward
-    shared_parameters.fp16_mixed_quantize.* shared_parameters.quantization_period shared_parameters.range_calibration
-    shared_parameters.method shared_parameters.num_heads shared_parameters.dense_ratio shared_parameters.block_pattern
-    shared_parameters.schedule_offset_stride shared_parameters.excluded_modules different_groups.*
-"""
 
 INNER = {
     "amp": "enabled *",
@@ -194,10 +184,6 @@ INNER = {
         offload_activation_pin_memory offload_opt_states double_buffer symmetric_memory debug_log offload_parameters
         sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
         keep_all_input_tensors passes""",
-    "compression_training": "layer_reduction",
-    "compression_training.layer_reduction": """enabled keep_number_layer module_name_prefix teacher_layer
-        other_module_name""",
-    **{f"compression_training.{technique}": _COMPRESSION for technique in _TECHNIQUES},
     "csv_monitor": "enabled output_path job_name",
     "curriculum_learning": """enabled curriculum_type min_difficulty max_difficulty schedule_type
         schedule_config.*""",

@@ -70,8 +70,9 @@ def _section(title: str, block: Any, *, level: int = 2, prefix: str = "") -> lis
         if block_of_field is not None and name not in ("optimizer", "scheduler"):
             path = f"{prefix}{name}"
             inner += _section(_spellings(path, field.alias), block_of_field, level=level, prefix=f"{path}.")
-            if field.annotation is not block_of_field:
-                rows.append(f"| {_spellings(name, field.alias)} | `None` | {meaning} |")
+            if field.annotation is not block_of_field or prefix:
+                default = "a block" if field.annotation is block_of_field else "`None`"
+                rows.append(f"| {_spellings(name, field.alias)} | {default} | {meaning} |")
         elif name not in ("optimizer", "scheduler"):
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)}`"
             choices = ", ".join(str(choice) for choice in get_args(field.annotation) if isinstance(choice, str | int))

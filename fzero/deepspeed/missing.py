@@ -26,7 +26,7 @@ INSTEAD = {
     "fzero export --format deepspeed-universal convert to and from DeepSpeed's",
     "deepspeed.comm": "use torch.distributed",
     "deepspeed.compile": "use engine.compile()",
-    "deepspeed.compression": "compress the model before or after the training, for example with torchao",
+    "deepspeed.compression": "use init_compression before the training and redundancy_clean after it (docs/compression.md)",
     "deepspeed.datastates": "use engine.save_checkpoint, or fzero.start_save in the background",
     "deepspeed.elasticity": 'use the block "elasticity" of the configuration',
     "deepspeed.env_report": "use fzero env",

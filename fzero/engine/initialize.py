@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from fzero.common.arguments import check_model, check_no_inference, shown
 from fzero.comms.process_group import is_joined
 from fzero.comms.rendezvous import DEFAULT_PORT, launched
+from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.files import read
 from fzero.engine import config_keys as engine_keys
@@ -103,7 +104,7 @@ def initialize(
     cfg.warn_of_no_effect(model)
     recipe = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
-        checkpoint=checkpoint, seed=seed,
+        checkpoint=checkpoint, seed=seed, compress=_compression(cfg, model),
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
     )  # fmt: skip
     step = TrainStep(recipe, bind(None, recipe.device))
@@ -124,6 +125,19 @@ def initialize(
     if keys.dump_state or keys.memory_breakdown:
         engine.log_line(str(step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
+    """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
+    plan = plan_of(model)
+    if plan is None and cfg.compression_training.compresses:
+        warnings.warn(
+            "compression_training: compresses nothing here, as in DeepSpeed, because init_compression was not called; call "
+            "deepspeed.compression.compress.init_compression(model, config) before initialize, or leave the block out",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return plan or CompressionPlan()
 
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:

@@ -27,6 +27,7 @@ from torch.fx import Graph
 from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, check_draws_nothing
+from fzero.compression.plan import CompressionPlan
 from fzero.graph.backends import BackendName, make_runner
 from fzero.graph.capture_errors import in_collectives, in_one_graph, too_often
 from fzero.graph.captured import Captured
@@ -145,10 +146,12 @@ class CompiledStep:
         backend: BackendName | None,
         checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
+        compress: CompressionPlan,
     ) -> None:
         self.functions = StepFunctions(
-            model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked
-        )
+            model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
+            compress=compress,
+        )  # fmt: skip
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
         self.axes, self.graphs, self.most_graphs = self.functions.axes, list[Graph](), MOST_GRAPHS
         self._axis, self._device, self._model, self._stacked = axis, device, model, stacked

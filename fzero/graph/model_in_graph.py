@@ -8,8 +8,9 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,14 +23,19 @@ from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
-from fzero.graph.remat import BACKWARD
+from fzero.compression.inputs import quantized_inputs
+from fzero.compression.plan import CompressionPlan
+from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
 from fzero.runtime.loss import LossFn, LossRules, loss_of
+from fzero.runtime.module_binding import FetchedParameters
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.state import TrainState
 from fzero.verbs import start_gather
+
+See = Callable[[str], Tensor]
 
 
 class WithLoss(nn.Module):
@@ -38,9 +44,12 @@ class WithLoss(nn.Module):
     def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
         super().__init__()
         self.model, self.loss_fn, self.how = model, loss_fn, how
+        self.inside: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which the model runs."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        return loss_of(self.model, self.loss_fn, batch, **self.how)
+        with self.inside():
+            return loss_of(self.model, self.loss_fn, batch, **self.how)
 
 
 class ModelInGraph:
@@ -49,6 +58,7 @@ class ModelInGraph:
     Args:
         rules: of the loss.
         mesh, ranks: on which it gathers, and runs.
+        compress: what modules see of compressed parameters.
     """
 
     def __init__(
@@ -62,7 +72,9 @@ class ModelInGraph:
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
+        compress: CompressionPlan,
     ) -> None:
+        self._compress, self._device = compress, device
         self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
@@ -77,7 +89,13 @@ class ModelInGraph:
         self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
         # Weak references: a model may be moved to `meta` to free its own parameters.
         self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
+        self._compressed = [(module, names) for module in model.modules() if (names := self._names_in(module))]
         self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
+
+    def _names_in(self, module: nn.Module) -> dict[str, str]:
+        """The names of a module's own compressed parameters, by key."""
+        names = {key: self._own[param] for key, param in module._parameters.items() if param is not None}
+        return {key: name for key, name in names.items() if name in self._compress.params}
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
@@ -87,7 +105,7 @@ class ModelInGraph:
             self._ranks.drawing(),
             self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
         ):
-            return forward(tensors, state.buffers, batch)
+            return forward(tensors, state.buffers, batch, state.step)
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -110,9 +128,14 @@ class ModelInGraph:
         are_sums: list[bool] = []
 
         def forward(
-            tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, numbers: Tensor, scale: Tensor
+            tensors: dict[str, Tensor],
+            buffers: dict[str, Tensor],
+            batch: Any,
+            n: Tensor,
+            numbers: Tensor,
+            scale: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            loss, weight = self._forward(tensors, buffers, batch)
+            loss, weight = self._forward(tensors, buffers, batch, n)
             are_sums.append(weight is not None)
             loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
             row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
@@ -121,10 +144,12 @@ class ModelInGraph:
             return loss, row
 
         with self._ranks.drawing(), self._unchanged(tensors):
-            loss, row = self._ranks.each(forward)(tensors, state.buffers, batch, numbers, state.loss_scale.scale)
+            loss, row = self._ranks.each(forward)(
+                tensors, state.buffers, batch, state.step, numbers, state.loss_scale.scale
+            )
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
-        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**tensors, **state.buffers}):
+        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**tensors, **state.buffers}, state.step):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
@@ -150,13 +175,50 @@ class ModelInGraph:
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
         return tensors
 
+    def _see(self, tensors: Mapping[str, Tensor], n: Tensor) -> See:
+        """The function that gives what modules see of a compressed parameter; a value is computed where it is first read."""
+        plan, found = self._compress, dict[str, Tensor]()
+
+        def see(name: str) -> Tensor:
+            if name not in found:
+                with torch.fx.traceback.annotate(SEEN):
+                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._device), tensors))
+            return found[name]
+
+        return see
+
+    @contextmanager
+    def _seeing(self, see: See, n: Tensor) -> Iterator[None]:
+        """In the body, modules read compressed parameters through `see`, and inputs are quantized where the plan says so."""
+        slots = [(module, module._parameters) for module, _ in self._compressed]
+        try:
+            for module, names in self._compressed:
+                module.__dict__["_parameters"] = FetchedParameters(module._parameters, dict(names), see)
+            with self._quantizing(n):
+                yield
+        finally:
+            for module, own in slots:
+                now = module._parameters
+                module.__dict__["_parameters"] = own
+                own.update(
+                    {key: dict.__getitem__(now, key) for key in now}
+                )  # a parameter that the model assigned is found
+
+    def _quantizing(self, n: Tensor) -> AbstractContextManager[None]:
+        """In the body, modules see quantized inputs, if the plan says so."""
+        if not self._compress.inputs:
+            return nullcontext()
+        return quantized_inputs(self._module.model, self._compress, n.to(self._device))
+
     def _forward(
-        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any
+        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         given = self._named(tensors)
-        with self._reads_from(tensors):
+        see = self._see(tensors, n)
+        self._module.inside = partial(self._seeing, see, n)
+        with self._reads_from(tensors, see):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
@@ -178,20 +240,23 @@ class ModelInGraph:
         return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
     @contextmanager
-    def _in_backward(self, tensors: dict[str, Tensor]) -> Iterator[None]:
+    def _in_backward(self, tensors: dict[str, Tensor], n: Tensor) -> Iterator[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with `tensors`, too."""
         if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
             yield
             return
-        with _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors):
+        see = self._see(tensors, n)
+        with (
+            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see), self._seeing(see, n),
+        ):  # fmt: skip
             yield
 
     @contextmanager
-    def _reads_from(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-        """In the body, the module's own parameters are read as `tensors`."""
+    def _reads_from(self, tensors: Mapping[str, Tensor], see: See) -> Iterator[None]:
+        """In the body, the module's own parameters are read as `tensors`, or as `see` gives them."""
         own = {id(param): param for param in self._module.parameters()}
         names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
-        leave = enter(own, names, tensors.__getitem__)
+        leave = enter(own, names, lambda name: see(name) if name in self._compress.params else tensors[name])
         try:
             yield
         finally:

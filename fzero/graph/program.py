@@ -84,7 +84,7 @@ class GraphProgram:
         compiled = CompiledStep(
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=run.checkpointing.names, stacked=stacked,
+            checkpoint=run.checkpointing.names, stacked=stacked, compress=run.recipe.compress,
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 

@@ -36,6 +36,8 @@ from fzero.graph.schedule import copy_of
 
 BACKWARD = {"fzero": "backward"}
 """The argument of `torch.fx.traceback.annotate` around the backward."""
+SEEN = {"fzero": "seen"}
+"""The same around what computes the values that modules see of compressed parameters."""
 _AGAIN = {"fzero": "again"}
 _REGION = "region"
 
@@ -98,6 +100,7 @@ def rematerialise(graph: Graph, modules: Iterable[str]) -> Graph:
 
 def rematerialise_in_place(graph: Graph, modules: Iterable[str]) -> None:
     """`rematerialise` on the graph itself, for Inductor's hooks."""
+    repeat_seen(graph)
     nodes = list(graph.nodes)
     marked = [index for index, node in enumerate(nodes) if is_backward(node)]
     modules = tuple(modules)
@@ -105,15 +108,37 @@ def rematerialise_in_place(graph: Graph, modules: Iterable[str]) -> None:
         return
     forward, backward, rest = nodes[: marked[0]], nodes[marked[0] : marked[-1] + 1], nodes[marked[-1] + 1 :]
     regions = _regions(forward, modules)
-    again = _repeatable(graph, regions, [*forward, *rest])
+    _recompute(graph, backward, _repeatable(graph, regions, [*forward, *rest]))
+    graph.lint()
+
+
+def repeat_seen(graph: Graph) -> None:
+    """Repeats for the backward what computes the values of compressed parameters, in place.
+
+    So such a value lives as long as the gathered parameter that it is computed from. A graph without gathers keeps the values, as
+    it keeps the parameters.
+    """
+    nodes = list(graph.nodes)
+    seen = {node for node in nodes if _is_seen(node)}
+    if seen and analyse(graph).gathers:
+        _recompute(graph, [node for node in nodes if is_backward(node)], seen)
+        graph.lint()
+
+
+def _is_seen(node: Node) -> bool:
+    """Whether the node computes what modules see of compressed parameters; each may run again."""
+    return (node.meta.get("custom") or {}).get("fzero") == "seen" and node.op == "call_function"
+
+
+def _recompute(graph: Graph, readers: Iterable[Node], again: set[Node]) -> None:
+    """Gives the readers copies of the nodes in `again` that they read, made before the first of them."""
     copies: dict[Node, Node] = {}
-    for reader in backward:
+    for reader in readers:
         if any(arg in again for arg in reader.all_input_nodes):
             with graph.inserting_before(reader):
                 for arg in reader.all_input_nodes:
                     _make(graph, arg, again, copies)
             reader.args, reader.kwargs = map_arg((reader.args, reader.kwargs), lambda arg: copies.get(arg, arg))
-    graph.lint()
 
 
 def _regions(forward: list[Node], modules: Sequence[str]) -> dict[Node, str]:

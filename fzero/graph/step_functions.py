@@ -28,12 +28,13 @@ from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
+from fzero.compression.plan import CompressionPlan
 from fzero.graph.model_in_graph import ModelInGraph
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, StepRules, finish, norm_parts
-from fzero.runtime.loss import LossFn, agreed_buffers
+from fzero.runtime.loss import LossFn, agreed_buffers, range_places
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
 from sharding.views import torch_dtype
@@ -64,6 +65,7 @@ class StepFunctions:
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
         stacked: Stacked | None,
+        compress: CompressionPlan,
     ) -> None:
         self._device = device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
@@ -72,7 +74,8 @@ class StepFunctions:
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
         self._transforms = transforms
-        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast}
+        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress}
+        self._ranges = compress.ranges
         self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
 
     @property
@@ -253,7 +256,8 @@ class StepFunctions:
         for names in by_dtype.values():
             flat = torch.cat([buffers[name].reshape(-1) for name in names])
             rows = collectives.stack(flat, self._graph.world, label=Label("buffers"))
-            values = torch.split(agreed_buffers(rows), [buffers[name].numel() for name in names])
+            places = range_places([(buffers[name].numel(), name in self._ranges) for name in names])
+            values = torch.split(agreed_buffers(rows, places), [buffers[name].numel() for name in names])
             for name, value in zip(names, values):
                 buffers[name].copy_(value.view(buffers[name].shape))
 

@@ -154,7 +154,7 @@ def stochastic(seed: int | Tensor, place: int | Tensor) -> Rounding:
             return
         places = torch.arange(start, start + wide.numel(), device=wide.device) + place
         salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
-        noise = _hash(places + salt) & 0xFFFF
+        noise = hashed(places + salt) & 0xFFFF
         bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
         # The mask cuts off the 16 bits that bf16 does not have. Infinities and NaN are not changed.
         narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
@@ -162,7 +162,7 @@ def stochastic(seed: int | Tensor, place: int | Tensor) -> Rounding:
     return round_
 
 
-def _hash(x: Tensor) -> Tensor:
+def hashed(x: Tensor) -> Tensor:
     """Random-looking 32 bits of int64 numbers (the finalizer of MurmurHash3)."""
     x = x & 0xFFFFFFFF
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):

@@ -43,6 +43,7 @@ from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
 from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
+from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_io import Leaf, ShardTransfer
 
@@ -64,6 +65,7 @@ class ForwardBackward:
         orders: the events to follow, by run; a run without any is negotiated, and learned. None negotiates all.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
+        seen: what modules see of compressed parameters.
 
     Attributes:
         forwards: the forwards so far.
@@ -81,12 +83,13 @@ class ForwardBackward:
         transfer: ShardTransfer,
         *,
         hook_states: Mapping[str, States] = {},
+        seen: SeenParams,
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards = Forwards()
-        self._given = GivenParams()
-        self._gathers = Gathers(plan, mesh, params, transfer, self._given.was_changed)
+        self._given = GivenParams(seen.scored)
+        self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, orders, self._gathers, self._reductions)
         self._scheduler = self._events.scheduler
@@ -103,10 +106,6 @@ class ForwardBackward:
     def is_over(self) -> bool:
         """Whether it was closed, or an error ended it."""
         return self._status == "over"
-
-    @property
-    def in_forward(self) -> bool:
-        return self._scheduler.in_forward
 
     @property
     def hook_states(self) -> dict[str, States]:
@@ -266,9 +265,9 @@ class ForwardBackward:
             unit, _ = self._homes[name]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
-        elif not self.in_forward:
+        elif not self._scheduler.in_forward:
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
-        if not (present.is_recorded or self._runs_again) and self.in_forward and torch.is_grad_enabled():
+        if not (present.is_recorded or self._runs_again) and self._scheduler.in_forward and torch.is_grad_enabled():
             present.is_recorded = True
             self.forwards.last.visits[present.unit] += 1
         return present.leaves[name]
@@ -287,14 +286,14 @@ class ForwardBackward:
         self._range.close()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
-        if self.in_forward and is_recording():
+        if self._scheduler.in_forward and is_recording():
             self._range.enter_context(profiler_range("unit", unit.name))
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.execute(self._scheduler.enter(unit.name))
             root = None if self.grads is None else root_of(self.anchor, self, unit.name)
             flats, forward = self._gathers.full(unit), self.forwards.last
-            self._present = present = self._given.visit(unit, flats, forward, root, self)
+            self._present = present = self._given.visit(unit, flats, forward, root, self, seen=self._gathers.seen(unit))
         return present
 
     def _need(self, unit: str) -> None:
@@ -334,14 +333,16 @@ class ForwardBackward:
     def add_grad(self, name: str, grad: Tensor) -> None:
         """Takes the gradient of a parameter from autograd."""
         self._check_runs()
-        if self.in_forward:
+        if self._scheduler.in_forward:
             raise RuntimeError(INSIDE)
         if self._status != "passed":
-            unit, buffer = self._homes[name]
-            if begins := self._scheduler.collect(unit.name, buffer.key):
-                self._events.execute(begins)
-            self._reductions.add(name, grad, unit.name, buffer)
-            self.forwards.used.add(name)
+            for own, part in self._gathers.pulled(name, grad, self._homes[name][0], self._need).items():
+                unit, buffer = self._homes[own]
+                if buffer.trainable:
+                    if begins := self._scheduler.collect(unit.name, buffer.key):
+                        self._events.execute(begins)
+                    self._reductions.add(own, part, unit.name, buffer)
+                    self.forwards.used.add(own)
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""

@@ -19,8 +19,10 @@ from fzero.comms.records import Label, Phase
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.own_params import address
+from fzero.runtime.seen_params import SeenParams
 from fzero.storage.shard_io import Leaf, ShardTransfer
 from fzero.verbs import start_gather
+from sharding.views import unflatten
 
 
 class SavedView(NamedTuple):
@@ -28,6 +30,7 @@ class SavedView(NamedTuple):
 
     unit: UnitPlan
     key: str
+    """Of the flat buffer; for a value that a module saw of a compressed parameter, the parameter's name."""
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -49,6 +52,7 @@ class Gathers:
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
         transfer: loads shards that live in other memory.
+        seen: what modules see of compressed parameters.
         was_changed: makes the error for a parameter that the model has changed.
     """
 
@@ -58,11 +62,13 @@ class Gathers:
         mesh: RankMesh,
         params: Mapping[str, Leaf],
         transfer: ShardTransfer,
+        seen: SeenParams,
         was_changed: Callable[[str], ValueError],
     ) -> None:
         self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
+        self._seen = seen
         self._full = [b for b in plan.flat_buffers if not b.flow.gathers_over]
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
@@ -137,8 +143,34 @@ class Gathers:
         live = self._live.get(unit.name, {})
         return (live.get(buffer.key, self._params[buffer.key]) for buffer in unit.buffers)
 
+    def views(self, unit: UnitPlan) -> dict[str, Tensor]:
+        """The parameters of a unit in use by name, as they were gathered."""
+        pairs = zip(unit.buffers, self.full(unit), strict=True)
+        return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
+
+    def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
+        """What modules see of the compressed parameters of a unit in use, by name. A saved view of one is made again, too."""
+        values = self._seen.of(unit, lambda: self.views(unit))
+        if values and unit.name in self._live:
+            for name, value in values.items():
+                if value.numel():
+                    self._by_storage[address(value)] = (unit, name, value.dtype)
+        return values
+
+    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, Tensor]:
+        """The gradients of a parameter and of its scores, from that of what a module saw. `need` gathers the unit again."""
+
+        def again() -> dict[str, Tensor]:
+            need(unit.name)
+            return self.views(unit)
+
+        return self._seen.pulled(name, grad, again)
+
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""
+        if unit in self._live:
+            for value in self._seen.forget(unit).values():
+                self._by_storage.pop(address(value), None)
         for key, flat in self._live.pop(unit, {}).items():
             self._by_storage.pop(address(flat), None)
             self._check_unchanged(key, flat)
@@ -169,7 +201,9 @@ class Gathers:
     def from_saved(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         """The tensor that was saved; the unit of a view must be live."""
         if isinstance(saved, SavedView):
-            return self._live[saved.unit.name][saved.key].as_strided(saved.size, saved.stride, saved.offset)
+            flat = self._live[saved.unit.name].get(saved.key)
+            base = self.seen(saved.unit)[saved.key] if flat is None else flat
+            return base.as_strided(saved.size, saved.stride, saved.offset)
         tensor, version = saved
         if tensor._version != version:  # autograd does not check this itself where saved tensors have hooks
             raise RuntimeError(

@@ -72,12 +72,15 @@ class _RefusesParts:
 class GivenParams:
     """The parameters as they were passed to one forward.
 
+    Args:
+        scored: the parameters whose gradient is needed for scores, also where they are frozen.
+
     Attributes:
         is_open: whether the forward runs.
     """
 
-    def __init__(self) -> None:
-        self.is_open = False
+    def __init__(self, scored: frozenset[str] = frozenset()) -> None:
+        self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
         self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
 
@@ -106,7 +109,14 @@ class GivenParams:
             raise
 
     def visit(
-        self, unit: UnitPlan, flats: Iterable[Tensor], forward: Forward, root: Tensor | None, work: object
+        self,
+        unit: UnitPlan,
+        flats: Iterable[Tensor],
+        forward: Forward,
+        root: Tensor | None,
+        work: object,
+        *,
+        seen: Mapping[str, Tensor],
     ) -> Visit:
         """The parameters of a unit for one visit.
 
@@ -115,18 +125,21 @@ class GivenParams:
             forward: the present forward, or in a backward the last one.
             root: the `UnitRoot` of the visit; None where no gradients are collected.
             work: the `ForwardBackward` that collects them.
+            seen: what modules see of its compressed parameters, in place of these.
         """
+        scored = self._scored
         still = frozenset[str]() if root is None else forward.still
         # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
         leaves: dict[str, Tensor] = {}
         trained: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
-            given = views = unflatten(flat, buffer.layout)
-            if buffer.trainable and root is not None:
+            views = {name: seen.get(name, view) for name, view in unflatten(flat, buffer.layout).items()}
+            given = views
+            if root is not None and (buffer.trainable or not scored.isdisjoint(views)):
                 given = {
                     name: leaf_of(root, view, work, "" if name in still else name)
-                    if name not in still or is_marked
+                    if (buffer.trainable or name in scored) and (name not in still or is_marked)
                     else view
                     for name, view in views.items()
                 }

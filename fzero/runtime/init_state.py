@@ -21,6 +21,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.compression.plan import is_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
@@ -61,14 +62,17 @@ class StateBuilder:
             _check_names(self.recipe.model, params)
         files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
+        masks: dict[str, Tensor] = {}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self.values(names, params, init_fn)
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
+            masks |= self.recipe.compress.first_masks(values)
             del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
+        found |= {name: mask for name, mask in masks.items() if not found[name].any()}
         buffers = {
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
@@ -195,6 +199,10 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
+            elif (given is not None or own.is_meta) and (
+                extra := self.recipe.compress.first_extra(name, own)
+            ) is not None:
+                values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
             elif own.device.type != "meta":
@@ -269,7 +277,7 @@ def _initialise(
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
     dot = f"{prefix}." if prefix else ""
-    values = {dot + key: tensor.detach() for key, tensor in filled.items() if tensor is not None}
+    values = {dot + k: tensor.detach() for k, tensor in filled.items() if tensor is not None and not is_added(k)}
     for name, tensor in values.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ValueError(f"init: {where} leaves {name!r} without values; pass an init_fn= that fills it")

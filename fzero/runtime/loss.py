@@ -8,7 +8,7 @@ Shape letters: W ranks, F shards, M rows (of ranks and micro-steps), N elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -186,10 +186,35 @@ def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
         )
 
 
-def agreed_buffers(rows_WN: Tensor) -> Tensor:
-    """One value (N,) for the module buffers of all ranks: the mean for floating ones, rank 0's for others."""
+def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
+    """The place of the least value of each range (min, max), among the elements of buffers laid one after the other.
+
+    Args:
+        sizes: the elements of each buffer, and whether it is a range.
+
+    >>> range_places([(3, False), (2, True), (2, True)])
+    [3, 5]
+    """
+    places, start = [], 0
+    for numel, is_range in sizes:
+        places += [start] if is_range else []
+        start += numel
+    return places
+
+
+def agreed_buffers(rows_WN: Tensor, ranges: Sequence[int] = ()) -> Tensor:
+    """One value (N,) for the module buffers of all ranks: the mean for floating ones, rank 0's for others.
+
+    Args:
+        ranges: the places of (min, max), where the least and the largest are taken.
+    """
     if not rows_WN.dtype.is_floating_point:
         return rows_WN[0]
+    if ranges:
+        mean_N = agreed_buffers(rows_WN)
+        places = torch.tensor(ranges, device=rows_WN.device)
+        mean_N = mean_N.index_copy(0, places, rows_WN[:, places].amin(0))
+        return mean_N.index_copy(0, places + 1, rows_WN[:, places + 1].amax(0))
     # If all ranks have equal values, these must not change, not even in the last bit.
     return torch.where((rows_WN == rows_WN[0]).all(dim=0), rows_WN[0], mean_in_rank_order(rows_WN))
 

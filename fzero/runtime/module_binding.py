@@ -25,7 +25,7 @@ from fzero.runtime import own_params
 from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
 
 
-class _Parameters(dict[str, Any]):
+class FetchedParameters(dict[str, Any]):
     """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
 
     def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
@@ -67,7 +67,7 @@ class _Parameters(dict[str, Any]):
 
 def is_bound(model: nn.Module) -> bool:
     """Whether the model is inside `bound`."""
-    return isinstance(model._parameters, _Parameters)
+    return isinstance(model._parameters, FetchedParameters)
 
 
 @contextmanager
@@ -96,7 +96,7 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
     try:
         for prefix, module in modules:
             names = _own_names(module, prefix, aliases, names_of, own_by_id)
-            module.__dict__["_parameters"] = _Parameters(module._parameters, names, fetch)
+            module.__dict__["_parameters"] = FetchedParameters(module._parameters, names, fetch)
             if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
                 module.__dict__["named_parameters"] = MethodType(lister, module)
                 listers.append(module)
@@ -179,7 +179,7 @@ def _bind_buffers(
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
     """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
     dot, parameters = f"{prefix}." if prefix else "", module._parameters
-    assert isinstance(parameters, _Parameters)
+    assert isinstance(parameters, FetchedParameters)
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
             raise late("parameter", dot + key)

@@ -6,7 +6,7 @@ are averaged in every step, so that BatchNorm's running statistics cover the glo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.records import Label
-from fzero.runtime.loss import agreed_buffers
+from fzero.runtime.loss import agreed_buffers, range_places
 
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
@@ -23,7 +23,13 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
 
 
 def make_equal(
-    buffers: Mapping[str, Tensor], moved: set[str], moving: frozenset[str] | None, world: Bound, *, has_news: bool
+    buffers: Mapping[str, Tensor],
+    moved: set[str],
+    moving: frozenset[str] | None,
+    world: Bound,
+    *,
+    has_news: bool,
+    ranges: Collection[str] = (),
 ) -> frozenset[str]:
     """Makes buffers that steps change equal on all ranks, in place: averages floating ones, takes rank 0's values for others.
 
@@ -33,6 +39,7 @@ def make_equal(
         buffers: all buffers, after the forwards of this step.
         moved: the names of the buffers that changed on this rank.
         moving: the names that the ranks have agreed on so far; None before the first agreement.
+        ranges: the buffers that hold (min, max), of which all ranks take the least and the largest.
         has_news: whether, on any rank, a buffer changed that is not in `moving`; then the ranks agree again.
 
     Returns:
@@ -56,9 +63,11 @@ def make_equal(
     for name, buffer in buffers.items():
         if name in moving:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
+    of_range = {id(buffers[name]) for name in ranges if name in buffers}
     for alike in by_dtype.values():
         flat = torch.cat([buffer.reshape(-1) for buffer in alike])
-        agreed = agreed_buffers(collectives.stack(flat, world, label=Label("buffers", phase="update")))
+        rows_WN = collectives.stack(flat, world, label=Label("buffers", phase="update"))
+        agreed = agreed_buffers(rows_WN, range_places([(b.numel(), id(b) in of_range) for b in alike]))
         for buffer, values in zip(alike, torch.split(agreed, [buffer.numel() for buffer in alike]), strict=True):
             buffer.copy_(values.view(buffer.shape))
     return moving

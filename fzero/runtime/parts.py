@@ -31,6 +31,7 @@ from fzero.runtime.module_binding import bound, is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
 from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
@@ -121,8 +122,9 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states
-    )
+        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
+        seen=_seen(run, state),
+    )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -227,7 +229,9 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
-    learned.moving_buffers = make_equal(buffers, changed, moving, run.mesh.world, has_news=has_news)
+    learned.moving_buffers = make_equal(
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+    )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
     return Collected(
@@ -335,10 +339,12 @@ def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
-    work = ForwardBackward(run.plan, run.mesh, state.params, None, learned.orders, transfer)
+    seen = _seen(run, state)
+    work = ForwardBackward(run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         bound(run.recipe.model, run.plan.aliases, work.fetch, buffers),
+        _quantizing(run, state),
         _with_blocks(run),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
@@ -364,6 +370,21 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
+def _seen(run: StepRuntime, state: State) -> SeenParams:
+    """What the model sees of compressed parameters with this state."""
+    plan = run.recipe.compress
+    return SeenParams(plan, int(state.step) if plan else 0, state.buffers)
+
+
+def _quantizing(run: StepRuntime, state: State) -> Any:
+    plan = run.recipe.compress
+    if not plan.inputs:
+        return nullcontext()
+    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
+
+    return quantized_inputs(run.recipe.model, plan, int(state.step))
+
+
 def _with_blocks(run: StepRuntime) -> Any:
     return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
 
@@ -374,6 +395,7 @@ def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
     model, aliases = run.recipe.model, run.plan.aliases
     with (
         bound(model, aliases, window.work.fetch, window.buffers),
+        _quantizing(run, window.state),
         _with_blocks(run),
         run.checkpointing.applied(
             model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,

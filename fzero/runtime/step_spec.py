@@ -22,6 +22,7 @@ from fzero.comms.axes import Bound, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
+from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
 from fzero.plans.comm_hooks import GivenHook
@@ -71,6 +72,8 @@ class StepSpec:
     """The names of the trained parameters; None takes those that require gradients. Then no `requires_grad` may change."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
+    compress: CompressionPlan = field(default_factory=CompressionPlan)
+    """What modules see of compressed parameters."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -83,6 +86,11 @@ class StepSpec:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
+        if self.compile == "block" and self.compress.inputs:
+            raise ConfigError(
+                "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
+                "compiled in every step, got it on; pass compile='step', or leave compile out"
+            )
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -274,6 +282,7 @@ class StepSpec:
                 "checkpoint": ", ".join(self.checkpointing.names),
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
+                "compression": str(self.compress),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": str(torch.__version__)},

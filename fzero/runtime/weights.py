@@ -84,6 +84,17 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
     return state._replace(master=master, params=params)
 
 
+def with_first_masks(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
+    """The state whose masks (`l1`) without any True are made from its weights. *Collective* where there are such masks."""
+    extras = [extra for extra in run.recipe.compress.extras if extra.kind == "mask"]
+    if any(not state.buffers[extra.name].any() for extra in extras):
+        for views in run.full_weights(state):
+            for name, mask in run.recipe.compress.first_masks(views).items():
+                if not state.buffers[name].any():
+                    state.buffers[name].copy_(mask)
+    return state
+
+
 def _portable(tensor: Tensor) -> Tensor:
     dtype = torch.float32 if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.dtype
     copy = tensor.detach().to("cpu", dtype)

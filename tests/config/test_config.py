@@ -258,7 +258,6 @@ ON: dict[str, Any] = {
     "datastates_ckpt": {"any": 1},
     "pipeline": {"stages": 2},
     "compile": {"deepcompile": True},
-    "compression_training": {"sparse_pruning": {"shared_parameters": {"enabled": True}}},
     "tensor_parallel": {"autotp_size": 2},
     "weight_quantization": {},
     "zero_optimization.zenflow": {},
@@ -303,10 +302,6 @@ def test_a_value_that_asks_for_nothing_is_no_error_and_no_warning(key: str) -> N
         at("compile", {"offload_activation": True}),
         at("checkpoint", {"tag_validation": "WARN", "parallel_write": {"pipeline_stage": False}}),
         at("pipeline", {"stages": "auto", "partition": "best"}),
-        at(
-            "compression_training",
-            {"head_pruning": {"shared_parameters": {}, "different_groups": {"a": {"params": {}}}}},
-        ),
         at("data_efficiency", {"enabled": False, "data_sampling": {"enabled": True}}),
         zero(offload_param={"pin_memory": True}, cpu_offload_use_pin_memory=True, mics_shard_size=-1),
         zero(cpu_offload=False, cpu_offload_param=False, cpu_offload_params=False, legacy_stage1=False),
@@ -528,7 +523,7 @@ DEEPSPEED = """
     curriculum_learning{enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config{any}}
     data_efficiency{enabled seed data_sampling{num_epochs num_workers curriculum_learning{enabled curriculum_metrics}
         dynamic_batching{min_batch_size lr_scaling_method sequence_picking_order}} data_routing{random_ltd{enabled}}}
-    compression_training{weight_quantization{shared_parameters{enabled} different_groups{any{params modules}}}
+    compression_training{weight_quantization{shared_parameters{enabled} different_groups}
         activation_quantization{shared_parameters} sparse_pruning{shared_parameters} row_pruning{shared_parameters}
         head_pruning{shared_parameters} channel_pruning{shared_parameters} layer_reduction{enabled}}
     sparse_attention{mode block different_layout_per_head num_local_blocks num_global_blocks attention

@@ -1,0 +1,228 @@
+"""`compression`: from the block `compression_training` and a model to a frozen plan, parameter → techniques, from when.
+
+`CompressionPlan.seen` is the one function that steps call, between the gather of a parameter and the module. It is pure: of the
+gathered tensors and n, the number of updates so far. Nothing in the model is replaced; names and ties stay.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from fzero.compression.formulas import Number
+    from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
+
+__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "plan_of", "registered"]
+
+
+ADDED = frozenset(
+    {
+        *("sparse_mask_scores", "row_mask_scores", "head_pruning_scores", "channel_mask_scores"),
+        *("sparse_pruning_mask", "row_pruning_mask", "channel_pruning_mask", "x_min_max"),
+    }
+)
+"""The names, in their modules, of the tensors that techniques add."""
+
+
+def is_added(name: str) -> bool:
+    """Whether a tensor's name is one that techniques give; a run without compression leaves such a tensor in a checkpoint."""
+    return name.rpartition(".")[2] in ADDED
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """A tensor that a technique adds to a module: trained scores (a parameter), or a mask or a range (buffers).
+
+    Attributes:
+        module, key: where it is registered; its full name is `name`.
+        of: the weight that it belongs to; for a range, the module.
+        mask: the mask that it is the source of; None for a range.
+    """
+
+    module: str
+    key: str
+    shape: tuple[int, ...]
+    kind: Literal["scores", "mask", "range"]
+    of: str
+    mask: Mask | None = None
+
+    @property
+    def mask_of(self) -> Mask:
+        """The mask that it is the source of."""
+        assert self.mask is not None
+        return self.mask
+
+    @property
+    def name(self) -> str:
+        """The full name."""
+        return f"{self.module}.{self.key}" if self.module else self.key
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink:
+    """A dimension that `clean` cuts where a mask is 0.
+
+    Attributes:
+        mask: of the pruned module's weight.
+        cut: the tensors that lose elements, each with the dimension.
+    """
+
+    mask: Mask
+    cut: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True)
+class CompressionPlan:
+    """What compresses each parameter of a model and each module's input; `print` it. It holds no tensors.
+
+    Attributes:
+        params: the techniques of each compressed parameter, in the order in which they apply.
+        inputs: the quantization of the inputs of modules, by the module's name.
+        extras: the tensors that the techniques add to modules.
+        shrinks: the dimensions that `clean` cuts.
+        aliases: other names of compressed tied parameters, each with the name in `params`.
+        seed: of stochastic rounding and of the first scores.
+    """
+
+    params: Mapping[str, tuple[Technique, ...]] = field(default_factory=dict)
+    inputs: Mapping[str, QuantizeInput] = field(default_factory=dict)
+    extras: tuple[Extra, ...] = ()
+    shrinks: tuple[Shrink, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether it compresses anything."""
+        return bool(self.params or self.inputs)
+
+    # --- pure functions ------------------------------------------------------------------------------------------
+
+    def seen(self, name: str, value: Tensor, n: Number, tensors: Tensors) -> Tensor:
+        """What a module sees of a parameter in a forward with n updates behind it.
+
+        Args:
+            value: the parameter, gathered whole.
+            n: an int, or a 0-d int64 tensor on its device.
+            tensors: masks and scores by full name.
+        """
+        for technique in self.params.get(name, ()):
+            value = technique.seen(value, tensors, n)
+        return value
+
+    def pulled(
+        self, name: str, grad: Tensor, n: int, tensors: Tensors, values: Callable[[], Tensor]
+    ) -> dict[str, Tensor]:
+        """The gradients of a parameter and of its scores, from the gradient of what `seen` returned.
+
+        Args:
+            values: returns the parameter; called where scores need it.
+        """
+        techniques = self.params[name]
+        inputs: list[Tensor | None] = [None] * len(techniques)
+        if any(x.scores and n >= x.offset for x in techniques):
+            value = values().detach()
+            for index, technique in enumerate(techniques):
+                inputs[index] = value
+                value = technique.seen(value, tensors, n)
+        of_scores: dict[str, Tensor] = {}
+        for technique, x in zip(reversed(techniques), reversed(inputs), strict=True):
+            grad, more = technique.pulled(grad, x, tensors, n)
+            of_scores |= more
+        return {name: grad, **of_scores}
+
+    def on(self, name: str, n: int) -> bool:
+        """Whether a forward with n updates behind it sees another value than the parameter's own."""
+        return any(n >= technique.offset for technique in self.params.get(name, ()))
+
+    def scores_of(self, name: str) -> tuple[str, ...]:
+        """The scores that the gradient of a parameter trains."""
+        return tuple(x.scores for x in self.params.get(name, ()) if x.scores)
+
+    def needs(self, names: Iterable[str]) -> set[str]:
+        """The masks and scores that the techniques of these parameters read."""
+        return {x.reads for name in names for x in self.params.get(name, ()) if x.reads}
+
+    @property
+    def ranges(self) -> frozenset[str]:
+        """The module buffers that hold (min, max): ranks agree on the least and the largest of theirs."""
+        return frozenset(extra.name for extra in self.extras if extra.kind == "range")
+
+    # --- first values --------------------------------------------------------------------------------------------
+
+    def first_masks(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The masks (`l1`) of those weights that are in `values`, by the name of the mask."""
+        found = {}
+        for extra in self.extras:
+            if extra.kind == "mask" and extra.of in values:
+                found[extra.name] = extra.mask_of.first(values[extra.of])
+        return found
+
+    def first_extra(self, name: str, like: Tensor) -> Tensor | None:
+        """The first value of an added tensor, by the seed and its name, on the CPU; None for any other tensor.
+
+        Args:
+            like: has its dtype.
+        """
+        extra = next((extra for extra in self.extras if extra.name == name), None)
+        return None if extra is None else first_value(extra, self.seed, like.dtype)
+
+    # --- text ----------------------------------------------------------------------------------------------------
+
+    def __str__(self) -> str:
+        rows = [[name, str(technique)] for name, techniques in self.params.items() for technique in techniques]
+        rows += [[f"input of {name or '(root)'}", str(of)] for name, of in self.inputs.items()]
+        rows += [[f"cut of {x.mask.source}", ", ".join(f"{n} dim {dim}" for n, dim in x.cut)] for x in self.shrinks]
+        width = max((len(what) for what, _ in rows), default=0)
+        return "\n".join(f"{what:{width}}  {how}" for what, how in rows) or "no compression"
+
+
+def registered(plan: CompressionPlan, model: nn.Module) -> None:
+    """Registers the scores, masks and ranges of a plan in the modules, unless they are there. Values are set by `init`.
+
+    Scores are ordinary parameters of their module from then on. A mask without any True stands for one to be made from the
+    weights of the first state.
+    """
+    for extra in plan.extras:
+        module = model.get_submodule(extra.module)
+        there = module._parameters.get(extra.key, module._buffers.get(extra.key))
+        if there is not None:
+            if tuple(there.shape) != extra.shape:
+                raise ValueError(
+                    f"compression_training: {extra.name!r} must have the shape {extra.shape} in this plan, got "
+                    f"{tuple(there.shape)} in the model; pass a model that another plan has not prepared"
+                )
+            continue
+        own = next(module.parameters(recurse=False))
+        value = first_value(extra, plan.seed, own.dtype if extra.kind == "scores" else torch.float32).to(own.device)
+        if extra.kind == "scores":
+            module.register_parameter(extra.key, nn.Parameter(value))
+        else:
+            module.register_buffer(extra.key, value)
+
+
+def plan_of(model: nn.Module) -> CompressionPlan | None:
+    """The plan that `fzero.compression.prepare` has noted in a model; None if there is none."""
+    plan = vars(model).get("compression_plan")
+    return plan if isinstance(plan, CompressionPlan) else None
+
+
+def first_value(extra: Extra, seed: int, dtype: torch.dtype) -> Tensor:
+    """The first value of an added tensor, on the CPU: drawn scores, a mask that is still to be made, an empty range."""
+    if extra.kind == "mask":
+        return torch.zeros(extra.shape, dtype=torch.bool)
+    if extra.kind == "range":
+        return torch.zeros(extra.shape)
+    scores = torch.empty(extra.shape)
+    nn.init.kaiming_uniform_(scores, a=5**0.5, generator=torch.Generator().manual_seed(salt_of(seed, extra.name)))
+    return scores.to(dtype)
+
+
+def salt_of(seed: int, name: str) -> int:
+    """A number that makes the random numbers of each tensor differ from those of others."""
+    return zlib.crc32(f"{seed}/{name}".encode())

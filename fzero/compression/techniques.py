@@ -1,0 +1,245 @@
+"""The techniques that a plan applies to a parameter or to a module's input: frozen values with pure functions.
+
+`seen(x, tensors, n)` is the value that the module sees instead of `x`; `pulled(grad, x, tensors, n)` takes the gradient of that
+value back to `x`, and to the scores of a mask. `tensors` has masks and scores by their full names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fzero.compression.formulas import (
+    Number,
+    affine,
+    bits_at,
+    choose,
+    quantize,
+    share_at,
+    sizes_of,
+    straight_through,
+    top_share,
+    uniform_noise,
+)
+
+Kind = Literal["sparse", "row", "head", "channel"]
+Tensors = Mapping[str, Tensor]
+
+MOMENTUM = 0.95
+"""The weight of the former range in a static range of activations."""
+
+
+class Pulled(NamedTuple):
+    """A gradient on its way back: of the technique's input, and of scores by name."""
+
+    grad: Tensor
+    of_scores: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantize:
+    """A weight with few bits, from the update `offset` on.
+
+    Attributes:
+        start_bits, target_bits, period: see `formulas.bits_at`; equal bits do not fall.
+        num_groups: equal pieces with a scale of their own.
+        change_ratio: mixes the weight with its quantized value (`formulas.share_at`); None does not.
+        salt: of the noise of stochastic rounding; None rounds to the nearest.
+    """
+
+    target_bits: int
+    start_bits: int
+    period: int = 1
+    offset: int = 0
+    num_groups: int = 1
+    symmetric: bool = True
+    change_ratio: float | None = None
+    salt: int | None = None
+
+    @property
+    def scores(self) -> None:
+        """The scores that it trains: none."""
+        return None
+
+    @property
+    def reads(self) -> None:
+        """The tensor that it reads besides the weight: none."""
+        return None
+
+    def bits(self, n: Number) -> Number:
+        """The bits of a forward with n updates behind it, n ≥ offset."""
+        return bits_at(n - self.offset, self.start_bits, self.target_bits, self.period)
+
+    def value(self, x: Tensor, n: Number) -> Tensor:
+        """The quantized weight, whatever the offset."""
+        q = n - self.offset
+        if isinstance(q, Tensor):
+            q = q.clamp(min=0)
+        bits: Number = self.target_bits if self.start_bits == self.target_bits else self.bits(self.offset + q)
+        values = quantize(
+            x, bits, self.num_groups, symmetric=self.symmetric, bounds=(self.target_bits, self.start_bits),
+            noise=None if self.salt is None else uniform_noise(x, self.salt, n),
+        )  # fmt: skip
+        if self.change_ratio is None:
+            return values
+        share = share_at(q, self.start_bits, self.target_bits, self.period, self.change_ratio)
+        rest = 1 - share
+        if isinstance(share, Tensor) and isinstance(rest, Tensor):
+            share, rest = share.to(x.device, x.dtype), rest.to(x.device, x.dtype)
+        return x * share + values * rest
+
+    def seen(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """See the module."""
+        detached = x.detach()
+        return straight_through(choose(n >= self.offset, lambda: self.value(detached, n), detached), x)
+
+    def pulled(self, grad: Tensor, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """See the module: the gradient is that of the quantized value."""
+        return Pulled(grad, {})
+
+    def __str__(self) -> str:
+        bits = f"{self.target_bits}" if self.start_bits == self.target_bits else f"{self.start_bits}→{self.target_bits}"
+        falls = "" if self.start_bits == self.target_bits else f" (period {self.period}, doubling)"
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        extras = ", stochastic" * (self.salt is not None) + ", mixed" * (self.change_ratio is not None)
+        return f"{bits} bits{falls}, {kind}, {self.num_groups} groups{extras}, from update {self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """A weight or bias times a mask of 0 and 1, from the update `offset` on.
+
+    Attributes:
+        kind: the parts that are kept or not.
+        ratio: the share that is kept.
+        source: the full name of the mask (a module buffer), or of the scores (a parameter) whose largest make it.
+        trained: whether `source` are scores.
+        of_bias: whether it is applied to the bias.
+    """
+
+    kind: Kind
+    ratio: float
+    source: str
+    trained: bool
+    offset: int = 0
+    of_bias: bool = False
+
+    @property
+    def scores(self) -> str | None:
+        """The scores that it trains."""
+        return self.source if self.trained else None
+
+    @property
+    def reads(self) -> str:
+        """The tensor that it reads besides the weight."""
+        return self.source
+
+    def mask(self, tensors: Tensors) -> Tensor:
+        """The mask in the shape of its source (bool)."""
+        return top_share(tensors[self.source], self.ratio) if self.trained else tensors[self.source]
+
+    def over(self, x: Tensor, mask: Tensor) -> Tensor:
+        """A mask (or scores) in a shape that broadcasts against `x`."""
+        if self.of_bias:
+            return mask.reshape(-1)
+        if self.kind == "head":  # each head is a range of columns
+            heads = mask.reshape(-1, 1)
+            return heads.expand(heads.shape[0], x.shape[1] // heads.shape[0]).reshape(1, -1)
+        return mask
+
+    def seen(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """See the module."""
+        is_on = n >= self.offset
+        if is_on is False:
+            return x
+        mask = self.mask(tensors)
+        if isinstance(is_on, Tensor):
+            mask = mask | ~is_on
+        if not (self.trained and torch.is_grad_enabled()):
+            return masked(x, self.over(x, mask))
+        scores = tensors[self.source].to(x.dtype)
+        scores = scores if is_on is True else torch.where(is_on, scores, 0.0)
+        return x * self.over(x, straight_through(mask.to(x.dtype), scores))
+
+    def pulled(self, grad: Tensor, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """See the module: what is masked gets no gradient; a score gets that of its mask."""
+        if not n >= self.offset:
+            return Pulled(grad, {})
+        kept = masked(grad, self.over(grad, self.mask(tensors)))
+        if not self.trained:
+            return Pulled(kept, {})
+        assert x is not None
+        scores = tensors[self.source]
+        return Pulled(kept, {self.source: self._summed(grad * x, scores).to(scores.dtype)})
+
+    def _summed(self, x: Tensor, scores: Tensor) -> Tensor:
+        """The sums of `x` over the elements of each part, in the shape of the scores."""
+        if self.kind == "sparse" or self.of_bias:
+            return x.reshape(scores.shape)
+        if self.kind == "head":
+            return x.sum(0).reshape(scores.numel(), -1).sum(-1).reshape(scores.shape)
+        return x.sum(dim=tuple(range(1, x.dim())), keepdim=True)
+
+    def first(self, weight: Tensor) -> Tensor:
+        """The mask of `l1` from a weight: that of the largest parts."""
+        dims = {"sparse": (), "row": tuple(range(1, weight.dim())), "channel": tuple(range(1, weight.dim()))}
+        return top_share(sizes_of(weight, dims[self.kind]), self.ratio)
+
+    def __str__(self) -> str:
+        how = "scores" if self.trained else "l1"
+        return f"{self.kind} mask, keeps {self.ratio:g} by {how}, from update {self.offset}"
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    """`x` times a mask of bools, which broadcasts."""
+    if mask.shape == x.shape and not torch.is_grad_enabled():
+        return mask.view(torch.uint8).to(x.dtype).mul_(x)  # kernels convert bytes many times faster than bools
+    return x * mask.to(x.dtype)
+
+
+Technique = Quantize | Mask
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizeInput:
+    """The input of a module with few bits, from the update `offset` on.
+
+    Attributes:
+        range_of: the module's buffer with a static range (min, max); None takes the range of each token, or image.
+    """
+
+    bits: int
+    symmetric: bool
+    offset: int = 0
+    per_image: bool = False
+    range_of: str | None = None
+
+    def seen(self, x: Tensor, bounds: Tensor | None, n: Number) -> Tensor:
+        """The quantized input. `bounds`: the static range (min, max)."""
+        return straight_through(choose(n >= self.offset, lambda: self._value(x.detach(), bounds), x.detach()), x)
+
+    def _value(self, x: Tensor, bounds: Tensor | None) -> Tensor:
+        if bounds is None:
+            num_groups = x.shape[0] if self.per_image else x.numel() // x.shape[-1]
+            return quantize(x, self.bits, num_groups, symmetric=self.symmetric)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        low, high = bounds.to(wide.dtype)
+        if self.symmetric:
+            return affine(wide, self.bits, torch.maximum(low.abs(), high), None).to(x.dtype)
+        return affine(wide, self.bits, high, low).to(x.dtype)
+
+    def moved(self, bounds: Tensor, x: Tensor) -> Tensor:
+        """A static range after an input: a running mean of the least and the largest, which begins with the first input's."""
+        now = torch.stack([x.detach().amin(), x.detach().amax()]).to(bounds.dtype)
+        before = torch.where(bounds[0] == bounds[1], now, bounds)
+        return before * MOMENTUM + now * (1 - MOMENTUM)
+
+    def __str__(self) -> str:
+        kind = "symmetric" if self.symmetric else "asymmetric"
+        ranges = "each token" if self.range_of is None and not self.per_image else "each image"
+        ranges = self.range_of or ranges
+        return f"{self.bits} bits, {kind}, range of {ranges}, from update {self.offset}"
