@@ -132,6 +132,8 @@ class EngineKeys(Block):
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
     """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
+    managed_gradient_accumulation: bool | None = True
+    """Whether the engine counts micro-steps, and updates at the end of an accumulation. False: every `step()` updates."""
     csv_monitor: Monitor = Monitor()
     tensorboard: Monitor = Monitor()
     wandb: WandbKeys = WandbKeys()
