@@ -117,6 +117,8 @@ class CheckpointKeys(Block):
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], _UPPER] = "WARN"
     """The reaction to ranks that save under different tags."""
+    load_universal: bool = False
+    """Whether `load_checkpoint` takes the checkpoint that `latest_universal` names. Every checkpoint of fzero is universal."""
 
 
 class EngineKeys(Block):
@@ -177,7 +179,7 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     return cfg, keys
 
 
-_CHECKPOINT_OFF = {"load_universal": False, "use_node_local_storage": False}
+_CHECKPOINT_OFF = {"use_node_local_storage": False}
 """Keys of `checkpoint` that ask for other files, with the values that do not."""
 _CHECKPOINT_WRITERS = {"checkpoint_serialization": True, "writer": None, "parallel_write": {"pipeline_stage": False}}
 """Keys of `checkpoint` that choose how files are written, with DeepSpeed's defaults."""
@@ -197,4 +199,4 @@ def _known(block: Mapping[str, Any]) -> dict[str, Any]:
         if key in _CHECKPOINT_WRITERS and value not in (_CHECKPOINT_WRITERS[key], None):
             text = f"checkpoint.{key}: has no effect: fzero writes checkpoints itself, a file per rank at once; leave it out"
             warnings.warn(text, ConfigWarning, stacklevel=4)
-    return {key: value for key, value in block.items() if key == "tag_validation"}
+    return {key: value for key, value in block.items() if key in CheckpointKeys.model_fields and value is not None}

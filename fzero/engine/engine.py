@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
@@ -41,8 +41,8 @@ from fzero.step import AccumulationWindow, TrainStep
 T = TypeVar("T")
 
 
-class Engine(KeepsFiles, HasTools):
-    """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
+class Engine(KeepsFiles, HasTools, nn.Module):
+    """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
 
     Attributes:
         module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
@@ -68,6 +68,7 @@ class Engine(KeepsFiles, HasTools):
         config: Mapping[str, Any] | None = None,
         held: frozenset[str] = frozenset(),
     ) -> None:
+        nn.Module.__init__(self)
         self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
         self.config = dict(config or {})
@@ -90,9 +91,6 @@ class Engine(KeepsFiles, HasTools):
             self.train_step = train_step.observed(self.comms_log)
         self._equip()
         self._hold(model, held)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.forward(*inputs, **kwargs)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -277,13 +275,6 @@ class Engine(KeepsFiles, HasTools):
             yield
         finally:
             self._is_syncing = True
-
-    def train(self, mode: bool = True) -> Engine:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Engine:
-        return self.train(False)
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
