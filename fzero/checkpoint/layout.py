@@ -187,7 +187,7 @@ def parts_to_load(
     """The parts that a rank reads, by quantity. Parameters whose shards match the master's are cast from the master instead.
 
     Args:
-        without: module buffers that are not read.
+        without: module buffers and parameters that are not read.
         frozen: parameters without stored optimizer state; none is read for them.
 
     Raises:
@@ -201,7 +201,7 @@ def parts_to_load(
             if master is not None and tensor.num_shards == master.num_shards:
                 continue
             is_weight = quantity in ("params", "master")
-            names = [name for name in tensor.layout.names if is_weight or name not in frozen]
+            names = [n for n in tensor.layout.names if (n not in without if is_weight else n not in frozen)]
             keys = {name: _source(name, quantity, tensor, buffer, stored, frozen=name in frozen) for name in names}
             yield quantity, list(_parts(tensor, keys, tensor.holders(piece)))
     for name, tensor in buffers_of(plan).items():

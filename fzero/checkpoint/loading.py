@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -74,6 +75,15 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     return load_by_ranks("fzero.load", dir, step, files.find, _load)
 
 
+def load_partly(dir: str | Path, *, step: AnyStep) -> tuple[Loaded, list[str]]:
+    """As `load`, also of a checkpoint without its frozen parameters (`save(without=…)`); returns their names, too.
+
+    The caller gives the state their values.
+    """
+    left: list[str] = []
+    return load_by_ranks("fzero.load", dir, step, files.find, partial(_load, left=left)), sorted({*left})
+
+
 def load_by_ranks(
     call: str,
     dir: str | Path,
@@ -109,17 +119,25 @@ class Saved(NamedTuple):
     optimizer: Mapping[str, Any]
     hook_states: Mapping[str, str]
     scales_dynamically: bool
+    left_out: Sequence[str] = ()
 
 
-def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
+def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] | None = None) -> Loaded:
+    """`left` receives the names of parameters that are not stored; None allows none."""
     from fzero.checkpoint.dcp_format import DcpReader
 
     manifest = files.read_manifest(path)
     files.check_beside(path, manifest)
     contents = json.loads((path / files.CONTENTS).read_bytes())
-    found = DcpReader(path, map(Slice.of, contents["slices"]))
+    found, missing = DcpReader(path, map(Slice.of, contents["slices"])), contents.get("left_out", [])
+    if missing and left is None:
+        raise files.CheckpointError(
+            f"load: {path} must hold all parameters, and was saved without {listed(missing)} (exclude_frozen_parameters); load "
+            f"it with load_checkpoint of an engine, whose model has them"
+        )
+    (left if left is not None else []).extend(missing)
     numbers, optimizer, hook_states = contents["numbers"], contents["optimizer"], contents.get("hook_states", {})
-    saved = Saved(found, numbers, optimizer, hook_states, manifest["scales_dynamically"])
+    saved = Saved(found, numbers, optimizer, hook_states, manifest["scales_dynamically"], missing)
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
 
@@ -142,7 +160,9 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
     kept = {*step.runtime.stored_names.values()}
     missing = [n for n in plan.buffers if n not in kept and layout.key_of("params", n) not in source.stored]
     wanted: dict[str, list[StoredSlice]] = {}
-    for quantity, parts in layout.parts_to_load(plan, rank, source.stored, without=missing, frozen=frozen):
+    for quantity, parts in layout.parts_to_load(
+        plan, rank, source.stored, without=(*missing, *saved.left_out), frozen=frozen
+    ):
         wanted.setdefault(quantity, []).extend(parts)
     keeps_scale = saved.scales_dynamically and step.runtime.rules.scaling.dynamic
     state = blank(step, rank, numbers, keeps_scale=keeps_scale, files=scratch)

@@ -14,7 +14,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -53,7 +53,13 @@ GRACE = 60.0
 
 
 def save(
-    state: TrainState[Tensor], dir: str | Path, *, step: AnyStep, client: Any = None, keep: int | None = None
+    state: TrainState[Tensor],
+    dir: str | Path,
+    *,
+    step: AnyStep,
+    client: Any = None,
+    keep: int | None = None,
+    without: Collection[str] = (),
 ) -> Path:
     """Saves a training state as a new checkpoint in `dir`, and returns when it is on the disk and `latest` names it.
 
@@ -70,6 +76,7 @@ def save(
         client: other values to save, such as the position in the data: numbers, strings, lists, dicts and tensors. Rank 0's
             is saved.
         keep: the number of newest checkpoints to keep in `dir`; None keeps all. One more exists while the new one is written.
+        without: names of frozen parameters that are left out; `Engine.load_checkpoint` takes them from its own model.
 
     Returns:
         The checkpoint's own folder, `dir/step-<updates>`, which `load` accepts as well.
@@ -84,8 +91,9 @@ def save(
     check_step(step)
     if isinstance(step, LockstepRanks):
         states = unstacked(state, step.world_size)
-        return step.on_each(lambda rank: save(states[rank], dir, step=step.steps[rank], client=client, keep=keep))[0]
-    return _started(state, Path(dir), step, client, keep, copies=False)._ended()
+        how: dict[str, Any] = {"client": client, "keep": keep, "without": without}
+        return step.on_each(lambda rank: save(states[rank], dir, step=step.steps[rank], **how))[0]
+    return _started(state, Path(dir), step, client, keep, copies=False, without=without)._ended()
 
 
 def start_save(
@@ -221,6 +229,7 @@ class _Writer(NamedTuple):
     keep: int | None
     numbers: dict[str, float | int]
     rates: dict[str, float]
+    without: frozenset[str]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -238,10 +247,14 @@ class _Writer(NamedTuple):
         for part in parts:
             part.unlink()
         plan, runtime, scaling = self.step.plan, self.step.runtime, self.step.runtime.rules.scaling
+        stored, aliases = layout.stored_by(plan, runtime.aliases)
+        left = {layout.key_of("params", name) for name in self.without}
         contents = Contents(
-            *layout.stored_by(plan, runtime.aliases), layout.numbers_by_name(plan, self.numbers), layout.kinds_of(plan),
-            layout.describe_hook_states(plan), runtime.stored_names, self.rates, asdict(scaling), plan.stage,
-            plan.mesh.axes, scaling.dynamic,
+            {key: like for key, like in stored.items() if key not in left},
+            {key: first for key, first in aliases.items() if first not in left},
+            layout.numbers_by_name(plan, self.numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
+            {key: name for key, name in runtime.stored_names.items() if name not in self.without}, self.rates,
+            asdict(scaling), plan.stage, plan.mesh.axes, scaling.dynamic, sorted(self.without),
         )  # fmt: skip
         published = publish(self.folder, self.path, slices, contents, self.client)
         if self.keep is not None:
@@ -259,6 +272,7 @@ class Contents(NamedTuple):
         rates, loss_scaling: the learning rate of each parameter's next update, and the rules of the loss scale; for other
             programs, since fzero's steps have their own.
         stage, mesh, scales_dynamically: of the job.
+        left_out: the frozen parameters that are not stored.
     """
 
     stored: Mapping[str, Stored]
@@ -272,6 +286,7 @@ class Contents(NamedTuple):
     stage: int
     mesh: Sequence[tuple[str, int]]
     scales_dynamically: bool
+    left_out: Sequence[str] = ()
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
@@ -288,7 +303,7 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     from fzero.checkpoint.dcp_format import write_metadata
 
     write_metadata(folder, slices, contents.stored, contents.aliases)
-    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling")
+    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out")
     index = {name: getattr(contents, name) for name in fields} | {"slices": slices}
     files.write_whole(folder / files.CONTENTS, json.dumps(index).encode())
     files.write_whole(folder / files.CLIENT, client)
@@ -308,7 +323,14 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
 
 
 def _started(
-    state: TrainState[Tensor], path: Path, step: TrainStep, client: Any, keep: int | None, *, copies: bool
+    state: TrainState[Tensor],
+    path: Path,
+    step: TrainStep,
+    client: Any,
+    keep: int | None,
+    *,
+    copies: bool,
+    without: Collection[str] = (),
 ) -> Saving:
     """Makes the temporary folder, and starts to write, from copies or from the state itself."""
     axis = step.runtime.mesh.world
@@ -319,7 +341,12 @@ def _started(
             raise ValueError(
                 f"keep: must be a whole number, at least 1, or None for all, got {keep!r}; pass the number of checkpoints to keep"
             )
-        return list(layout.parts_to_save(step.plan, axis.rank, layout.own_specs(step.plan, step.specs.rng)))
+        frozen = {name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names}
+        if others := sorted(set(without) - frozen):
+            raise ValueError(f"without: must name frozen parameters of the model, got {others[0]!r}; leave it out")
+        left = {layout.key_of("params", name) for name in without}
+        parts = layout.parts_to_save(step.plan, axis.rank, layout.own_specs(step.plan, step.specs.rng))
+        return [part for part in parts if part.key not in left]
 
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
@@ -337,7 +364,9 @@ def _started(
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
     folder = Path(of_rank_0(axis, begin))
-    writer = _Writer(folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)))
+    writer = _Writer(
+        folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)), frozenset(without)
+    )
     return Saving(writer, axis, fragments)
 
 

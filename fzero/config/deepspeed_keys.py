@@ -22,6 +22,7 @@ ACCEPTED = {
     "timers": "fzero prints nothing by itself; use torch.profiler",
     "log_level": "fzero prints nothing by itself",
     "dataloader_drop_last": "for the engine (fzero.initialize); a step has no data loader",
+    "managed_gradient_accumulation": "for the engine (fzero.initialize); a step updates once for each batch",
     "vocabulary_size": "DeepSpeed only warns when it is not a multiple of 8",
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
     "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
@@ -71,7 +72,7 @@ ACCEPTED = {
 """Keys with nothing to do here, each with the reason."""
 
 TYPES = {
-    "true, false or null": """wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last
+    "true, false or null": """wall_clock_breakdown memory_breakdown dump_state dataloader_drop_last managed_gradient_accumulation
         zero_allow_untested_optimizer zero_force_ds_cpu_optimizer disable_allgather use_data_before_expert_parallelism
         zero_optimization.overlap_comm zero_optimization.cpu_offload_use_pin_memory optimizer.legacy_fusion""",
     "true or false": """activation_checkpointing.synchronize_checkpoint_boundary activation_checkpointing.profile
@@ -125,7 +126,6 @@ HARMLESS = {
 _REMOVE = "remove it to run without"
 
 REFUSED = {
-    "managed_gradient_accumulation": "leave it out, and give gradient_accumulation_steps",
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
@@ -149,7 +149,6 @@ REFUSED = {
 NOT_YET = HARMLESS | REFUSED
 
 OFF: dict[str, Any] = {
-    "managed_gradient_accumulation": True,
     "sequence_parallel_size": 1,
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
     "checkpoint.tag_validation": "WARN",

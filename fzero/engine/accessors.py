@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -105,8 +106,15 @@ class Accessors(Settings):
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates."""
+        """Whether the next `step` updates. Without `managed_gradient_accumulation` every one does, and this is False."""
+        if self._is_unmanaged:
+            return False
         return self._num_collected + 1 == self._gas if self._boundary is None else self._boundary
+
+    @property
+    def _is_unmanaged(self) -> bool:
+        """Whether the script decides when an accumulation ends, by calling `step`."""
+        return not self.managed_gradient_accumulation()
 
     @property
     def _num_collected(self) -> int:
@@ -115,11 +123,22 @@ class Accessors(Settings):
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Sets whether the next `step` updates, instead of counting micro-steps; call it before the backward."""
+        if self._is_unmanaged:
+            raise RuntimeError(
+                "engine.set_gradient_accumulation_boundary: needs managed_gradient_accumulation, which is false, so that every "
+                "engine.step() updates; leave one of them out"
+            )
         self._boundary = bool(is_boundary)
 
-    def _samples(self) -> int:
-        """Samples of one update; 0 where no batch size is configured."""
-        return 0 if self._micro_batch is None else self.train_batch_size()
+    def _samples(self, num_backwards: int = 0) -> int:
+        """Samples of one update; 0 where no batch size is configured.
+
+        Args:
+            num_backwards: how many there were, which are counted where the script decides when an accumulation ends.
+        """
+        if self._micro_batch is None:
+            return 0
+        return self.train_batch_size() // self._gas * num_backwards if self._is_unmanaged else self.train_batch_size()
 
     # --- device and rank -----------------------------------------------------------------------------------------
 
@@ -241,6 +260,8 @@ class Accessors(Settings):
         assert metrics is not None
         if self._monitors:
             events = {"train_loss": metrics.loss.item(), "lr": metrics.lr.item()}
+            if isnan(events["train_loss"]):  # the engine did not see the loss
+                del events["train_loss"]
             if self.cfg.scales_loss:
                 events["loss_scale"] = metrics.loss_scale.item()
             for write in self._monitors:

@@ -14,8 +14,10 @@ import torch
 
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
+from fzero.checkpoint.deepspeed.files import MODEL, is_one
+from fzero.checkpoint.deepspeed.load import client_of as deepspeeds_client, import_deepspeed
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.loading import load as load_state, starts
+from fzero.checkpoint.loading import load_partly, starts
 from fzero.checkpoint.saving import save as save_state
 from fzero.checkpoint.weights import load_weights, save_16bit_model
 from fzero.common.arguments import check_kind, check_path, refuse
@@ -26,7 +28,17 @@ from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
 from fzero.engine.client_optimizers import plain_values
 from fzero.engine.generation import Generates
+from fzero.resharding.parameters import weight_of, with_weight
 
+ZERO_TO_FP32 = """#!/usr/bin/env python
+# Writes the fp32 weights of a checkpoint of this folder: python zero_to_fp32.py . OUTPUT_DIR [--tag TAG]
+
+from fzero.deepspeed.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+"""
+"""The program that `save_checkpoint` writes beside the checkpoints, where users of DeepSpeed look for it."""
 COUNTERS = ("micro_steps", "global_steps", "global_samples", "skipped_steps")
 
 
@@ -43,17 +55,17 @@ class KeepsFiles(Generates):
     ) -> bool:
         """Saves the state and the script's progress under `save_dir/tag`, by default `global_step<N>`. *Collective:* every rank.
 
-        The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag.
+        The folder is a checkpoint of `fzero.save`; `save_dir/latest` names the tag, and `save_dir/zero_to_fp32.py` is a program
+        that writes the fp32 weights.
+
+        Args:
+            exclude_frozen_parameters: whether frozen parameters are left out. `load_checkpoint` then keeps those of the model.
         """
         step, world = self.active_step(), self.train_step.runtime.mesh.world
         check_path("save_checkpoint: save_dir", save_dir)
         check_kind("client_state", client_state, Mapping | None, "a mapping", "pass one, such as {'epoch': 3}")
         if tag is not None and not str(tag):
             refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
-        if exclude_frozen_parameters:
-            raise ValueError(
-                "save_checkpoint: exclude_frozen_parameters must be False, got True; frozen ones are saved once"
-            )
         meet("Engine.save_checkpoint", world)
         folder = Path(save_dir)
         tag = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -70,9 +82,13 @@ class KeepsFiles(Generates):
         state, client = self.state._replace(rng=_random_state_of(self)), dict(client_state or {})
         check_same_folder(world, folder, "save_checkpoint")
         of_rank_0(world, lambda: files.claim(folder))
-        save_state(state, folder / tag, step=step, client={"engine": progress, "client": client}, keep=1)
+        frozen = {name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names}
+        without = frozen if exclude_frozen_parameters else ()
+        content = {"engine": progress, "client": client}
+        save_state(state, folder / tag, step=step, client=content, keep=1, without=without)
+        of_rank_0(world, lambda: files.write_whole(folder / "zero_to_fp32.py", ZERO_TO_FP32.encode()))
         if save_latest:
-            of_rank_0(world, lambda: files.write_whole(folder / files.LATEST, f"{tag}\n".encode()))
+            of_rank_0(world, lambda: files.write_whole(folder / files.LATEST, tag.encode()))
         return True
 
     def load_checkpoint(
@@ -85,38 +101,30 @@ class KeepsFiles(Generates):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Continues from a checkpoint of any number of ranks and any stage. *Collective:* every rank.
+        """Continues from a checkpoint of any number of ranks and any stage, also one of DeepSpeed's. *Collective:* every rank.
+
+        With `checkpoint.load_universal` in the configuration, `latest_universal` names the checkpoint, if it is there.
 
         Returns:
-            The folder and the `client_state`; `(None, None)` where no tag is given and there is no `latest`.
+            A path in the checkpoint's folder, with the name of DeepSpeed's file there, and the `client_state`; `(None, None)`
+            where no tag is given and there is no `latest`.
         """
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn must be None, because the state is loaded and not a module; pass "
                              "the weights to fzero.load_weights")  # fmt: skip
         check_path("load_checkpoint: load_dir", load_dir)
         self.zero_grad()
-        step, world, folder = self.train_step, self.train_step.runtime.mesh.world, Path(load_dir)
+        world, folder = self.train_step.runtime.mesh.world, Path(load_dir)
         takes_optimizer = load_optimizer_states and not load_module_only
         meet("Engine.load_checkpoint", world)
         if tag is None:
-            tag = of_rank_0(world, lambda: files.latest_of(folder) if (folder / files.LATEST).exists() else None)
+            tag = of_rank_0(world, lambda: _latest(folder, universal=self.keys.checkpoint.load_universal))
             if tag is None:
                 text = f"load_checkpoint: {folder} has no file {files.LATEST!r}; nothing was loaded"
                 warnings.warn(text, stacklevel=2)
                 return None, None
         path = folder / tag
-        if takes_optimizer and self.optimizer is not None:
-            step = self.step_to_load(of_rank_0(world, lambda: starts(path)))
-            state, client, _ = load_state(path, step=step)
-            self.take_over(step, state)
-        else:
-            self.take_over(step, load_weights(path, step=step))
-            client = together(world, lambda: files.read_client(files.find(path)))
-        progress = client["engine"] if isinstance(client, dict) and "engine" in client else None
-        if progress is None:
-            raise CheckpointError(
-                f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; load it with fzero.load"
-            )
+        progress, client = self._take(path, takes_optimizer=takes_optimizer)
         if takes_optimizer:
             _set_random_state(self)
             for group, values in zip(self.hyper, progress["groups"]):
@@ -125,12 +133,38 @@ class KeepsFiles(Generates):
             self.lr_scheduler.load_state_dict(progress["scheduler"])
         if not load_module_only:
             for name in COUNTERS:
-                setattr(self, name, progress["counters"][name])
+                setattr(self, name, progress["counters"].get(name, 0))
             self.counted_from = self.micro_steps
             if self.training_dataloader is not None and progress["data"] is not None:
                 self.training_dataloader.load_state_dict(progress["data"])
         self.show_state()
-        return str(path), client["client"]
+        return str(path / MODEL), client
+
+    def _take(self, path: Path, *, takes_optimizer: bool) -> tuple[dict[str, Any], Any]:
+        """Takes over the state of a checkpoint; returns the progress of its engine, and the `client_state`."""
+        step, world = self.train_step, self.train_step.runtime.mesh.world
+        is_theirs, trains = of_rank_0(world, lambda: is_one(path)), takes_optimizer and self.optimizer is not None
+        if not trains:
+            self.take_over(step, load_weights(path, step=step))
+            client = together(
+                world, lambda: deepspeeds_client(path) if is_theirs else files.read_client(files.find(path))
+            )
+        elif is_theirs:
+            state, client, _ = import_deepspeed(path, step=step)
+            self.take_over(step, state)
+        else:
+            step = self.step_to_load(of_rank_0(world, lambda: starts(path)))
+            (state, client, _), missing = load_partly(path, step=step)
+            for name in missing:
+                state = with_weight(step, state, name, weight_of(self.train_step, self.state, name))
+            self.take_over(step, state)
+        if is_theirs:
+            return _progress_of_deepspeed(client), client
+        if isinstance(client, dict) and "engine" in client:
+            return client["engine"], client["client"]
+        raise CheckpointError(
+            f"load_checkpoint: {path} must be saved by an engine, and was saved by fzero.save; load it with fzero.load"
+        )
 
     def save_16bit_model(
         self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
@@ -165,6 +199,21 @@ class KeepsFiles(Generates):
         return True
 
     save_fp16_model = save_16bit_model
+
+
+def _latest(folder: Path, *, universal: bool) -> str | None:
+    """The tag of the newest checkpoint."""
+    names = ("latest_universal", files.LATEST) if universal else (files.LATEST,)
+    return next((files.latest_of(folder, name) for name in names if (folder / name).exists()), None)
+
+
+def _progress_of_deepspeed(client: dict[str, Any]) -> dict[str, Any]:
+    """An engine's progress, from that of a checkpoint of DeepSpeed's."""
+    theirs = client.pop("deepspeed")
+    counters = {name: int(theirs.get(name) or 0) for name in COUNTERS}
+    scheduler = theirs.get("lr_scheduler")
+    groups = [plain_values(group) for group in theirs.get("param_groups") or []]
+    return {"counters": counters, "scheduler": scheduler, "groups": groups, "data": None}
 
 
 def _agreed_tag(engine: Accessors, tag: str) -> str:

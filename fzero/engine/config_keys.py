@@ -117,6 +117,8 @@ class CheckpointKeys(Block):
 
     tag_validation: Annotated[Literal["IGNORE", "WARN", "FAIL"], _UPPER] = "WARN"
     """The reaction to ranks that save under different tags."""
+    load_universal: bool = False
+    """Whether `load_checkpoint` takes the checkpoint that `latest_universal` names. Every checkpoint of fzero is universal."""
 
 
 class HybridEngineKeys(Block):
@@ -169,6 +171,8 @@ class EngineKeys(Block):
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
     """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
+    managed_gradient_accumulation: bool | None = True
+    """Whether the engine counts micro-steps, and updates at the end of an accumulation. False: every `step()` updates."""
     csv_monitor: Monitor = Monitor()
     tensorboard: Monitor = Monitor()
     wandb: WandbKeys = WandbKeys()
@@ -213,7 +217,7 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     return cfg, keys
 
 
-_CHECKPOINT_OFF = {"load_universal": False, "use_node_local_storage": False}
+_CHECKPOINT_OFF = {"use_node_local_storage": False}
 """Keys of `checkpoint` that ask for other files, with the values that do not."""
 _CHECKPOINT_WRITERS = {"checkpoint_serialization": True, "writer": None, "parallel_write": {"pipeline_stage": False}}
 """Keys of `checkpoint` that choose how files are written, with DeepSpeed's defaults."""
@@ -233,4 +237,4 @@ def _known(block: Mapping[str, Any]) -> dict[str, Any]:
         if key in _CHECKPOINT_WRITERS and value not in (_CHECKPOINT_WRITERS[key], None):
             text = f"checkpoint.{key}: has no effect: fzero writes checkpoints itself, a file per rank at once; leave it out"
             warnings.warn(text, ConfigWarning, stacklevel=4)
-    return {key: value for key, value in block.items() if key == "tag_validation"}
+    return {key: value for key, value in block.items() if key in CheckpointKeys.model_fields and value is not None}

@@ -3,7 +3,7 @@
     engine, optimizer, loader, scheduler = fzero.initialize(model=model, config="ds_config.json", training_data=dataset)
     for x, y in loader:
         loss = criterion(engine(x), y)
-        engine.backward(loss)
+        engine.backward(loss)  # or loss.backward()
         engine.step()
 
 It holds a `TrainState`, and between two updates an `AccumulationWindow`; the computation is in pure functions elsewhere, mostly
@@ -17,30 +17,32 @@ others wait. After an exception inside `forward` or `backward` the gradients col
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, NoReturn, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
+from fzero.engine.direct_backward import DirectBackward
 from fzero.engine.facade import HasTools
 from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
-from fzero.runtime.autograd_nodes import works_of
+from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
+from fzero.runtime.parts import going_back, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
 
 T = TypeVar("T")
 
 
-class Engine(KeepsFiles, HasTools):
-    """Made by `fzero.initialize`. Attributes that it lacks are looked up in the module.
+class Engine(KeepsFiles, HasTools, nn.Module):
+    """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
 
     Attributes:
         module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
@@ -49,7 +51,8 @@ class Engine(KeepsFiles, HasTools):
         optimizer: param groups to read and write; None for an engine that does not train.
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
-        metrics: of the last update, or None.
+        metrics: of the last update, or None. Its loss is NaN where the script called `loss.backward()` on a loss that the engine
+            did not see (`engine.scale` shows it).
         comms_log: the collectives of this rank, where `comms_logger` is enabled; else None.
         micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
     """
@@ -65,6 +68,7 @@ class Engine(KeepsFiles, HasTools):
         config: Mapping[str, Any] | None = None,
         held: frozenset[str] = frozenset(),
     ) -> None:
+        nn.Module.__init__(self)
         self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
         self.config = dict(config or {})
@@ -75,6 +79,8 @@ class Engine(KeepsFiles, HasTools):
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
+        self._lacks_loss = False
+        self._direct = DirectBackward(self._collects, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
         says, model = train_step.rank == 0, train_step.recipe.model
@@ -86,9 +92,6 @@ class Engine(KeepsFiles, HasTools):
             self.train_step = train_step.observed(self.comms_log)
         self._equip()
         self._hold(model, held)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        return self.forward(*inputs, **kwargs)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -111,37 +114,74 @@ class Engine(KeepsFiles, HasTools):
             retain_graph: whether another backward of the same graph will follow.
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
+        self._direct.settle()
         step, window, parts = self.active_step(), self.open_window, self._gas if scale_wrt_gas else 1
+        self._check_loss("backward", loss)
+        if window is None:
+            raise RuntimeError("engine.backward: must follow a forward since the last update; call engine(...) first")
+        scalar, passing = loss.reshape(()), self._others_passing(loss, keeps=retain_graph)
+        with torch.enable_grad():  # the caller may run the backward inside no_grad
+            scaled = scaled_loss(step.runtime, window, scalar)
+            visits = visits_of(scaled, window.work)
+            with self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing):
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        return loss.detach() / parts
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`; where there is none (not fp16) the loss itself.
+
+        It counts for the next backward that the script starts.
+        """
+        self._check_loss("scale", loss)
+        if self.open_window is None:
+            raise RuntimeError("engine.scale: must follow a forward since the last update; call engine(...) first")
+        self._direct.scaled(loss.reshape(()))
+        return scaled_loss(self.active_step().runtime, self.open_window, loss)
+
+    def _check_loss(self, where: str, loss: Any) -> None:
         if self.optimizer is None:
             raise RuntimeError(
-                "engine.backward: this engine has no optimizer; give initialize one, or the configuration"
+                f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration"
             )
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             is_tensor = isinstance(loss, Tensor)
             given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
             raise ValueError(
-                f"engine.backward: needs a scalar loss that depends on the module's parameters, got {given}"
+                f"engine.{where}: needs a scalar loss that depends on the module's parameters, got {given}; "
+                f"output.backward(gradient) takes another tensor"
             )
-        if window is None:
-            raise RuntimeError("engine.backward: must follow a forward since the last update; call engine(...) first")
-        self.grads_are_reduced = self.is_gradient_accumulation_boundary() and self._is_syncing
+
+    @contextmanager
+    def _collects(
+        self,
+        visits: Visits,
+        loss: Tensor | None,
+        *,
+        keeps: bool,
+        num_parts: int | None = None,
+        passing: AbstractContextManager[None] | None = None,
+    ) -> Iterator[None]:
+        """Inside, autograd runs a backward, whose gradients are added to those since the last update.
+
+        Args:
+            visits: those of the backward.
+            loss: without the loss scale; None where it is not known.
+            keeps: whether the graph is kept.
+            num_parts: the number of micro-steps over which the loss is a mean; None is that of an accumulation.
+            passing: lets it pass through other engines.
+        """
+        step, window = self.active_step(), self.open_window
+        assert window is not None
+        self.grads_are_reduced = self._is_syncing and (self._is_unmanaged or self.is_gradient_accumulation_boundary())
         if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()
-        with (
-            self._guarded(),
-            self._watch.of("backward", self.global_steps),
-            torch.enable_grad(),  # the caller may run the backward inside no_grad
-            self._others_passing(loss, keeps=retain_graph),
-        ):
-            self.open_window = step.backward(
-                window, loss.reshape(()), num_parts=parts, is_last=self.grads_are_reduced, keeps=retain_graph
-            )
-        return loss.detach() / parts
-
-    def scale(self, loss: Tensor) -> NoReturn:
-        raise RuntimeError(
-            "engine.scale: is for loss.backward(), in which no other rank takes part; call engine.backward(loss)"
-        )
+        self._lacks_loss |= loss is None
+        shown = torch.zeros((), device=self.device) if loss is None else loss
+        how: dict[str, Any] = {"num_parts": num_parts or self._gas, "is_last": self.grads_are_reduced, "keeps": keeps}
+        with self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
+            with going_back(step.runtime, window, visits, shown, **how) as after:
+                yield
+            self.open_window = after[0]
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of an accumulation, updates: clips, skips an overflow, steps the scheduler.
@@ -152,11 +192,12 @@ class Engine(KeepsFiles, HasTools):
             FloatingPointError: a gradient is not finite, and overflows are not skipped (DeepSpeed would go on with NaN); the
                 state is unchanged, and the next accumulation begins.
         """
+        self._direct.settle()
         if not self._is_syncing:
             raise RuntimeError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
-        self._is_applied, updates = False, self.is_gradient_accumulation_boundary()
+        self._is_applied, updates = False, self._is_unmanaged or self.is_gradient_accumulation_boundary()
         if updates:
             before = self.global_steps
             with self._watch.of("update", before):
@@ -188,11 +229,13 @@ class Engine(KeepsFiles, HasTools):
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
             raise
-        self.train_step, self.open_window = step, None
+        if self._lacks_loss:
+            self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
+        self.global_samples += self._samples(len(window.loss_stats))
+        self.train_step, self.open_window, self._lacks_loss = step, None, False
         self.live.look_at_buffers(self.state.buffers)
         optimizer.overflow = bool(self.metrics.overflow)
         self.global_steps += 1
-        self.global_samples += self._samples()
         self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow
         if optimizer.overflow:
@@ -213,9 +256,10 @@ class Engine(KeepsFiles, HasTools):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there are none."""
+        self._direct.settle()
         if self.open_window is not None:
             self.open_window.work.close()
-        self.open_window, self._has_lost = None, False
+        self.open_window, self._has_lost, self._lacks_loss = None, False, False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -235,6 +279,7 @@ class Engine(KeepsFiles, HasTools):
 
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
+        self._direct.settle()
         step, run = self.active_step(), "train" if self.module.training else "eval"
         dtype = step.runtime.autocast
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
@@ -260,7 +305,9 @@ class Engine(KeepsFiles, HasTools):
             with self._guarded():
                 if self.open_window is None:
                     self.open_window = step.begin(self.state, measures_early=True)
-                return step.forward(self.open_window, call, run=run, still=still)
+                outputs = step.forward(self.open_window, call, run=run, still=still)
+            self._direct.watch(self.open_window.work, outputs)
+            return outputs
 
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:

@@ -6,11 +6,12 @@ import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fzero.common.arguments import check_kind
 from fzero.comms.failures import meet
@@ -19,6 +20,7 @@ from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.plans.plan import starts_of
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.resharding.reshard import reshard
+from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.trainability import Flags, listed
 from fzero.state import TrainState
 from fzero.step import AccumulationWindow, TrainStep
@@ -72,13 +74,34 @@ class HoldsModule(Accessors):
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
         """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`)."""
-        self.module, self._held = module, held
+        self._modules["module"] = self.__dict__["module"] = module  # both: nn.Module's own look-up is slower
+        self._held = held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
-        self.live, self._flags = LiveParams(module, self.train_step.plan), Flags(module)
+        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.rank), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
         ENGINES.add(self)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """For `to`, `half`, `cuda` and the like, also of a module that holds the engine: nothing may change."""
+        for dtype in {param.dtype for param in self.live.own.values()}:
+            probe = torch.empty(0, dtype=dtype, device=self.device)
+            if (now := fn(probe)).dtype != dtype or now.device != self.device:
+                raise RuntimeError(
+                    f"engine.to: must keep the device and dtypes of its state, and would make {dtype} on {self.device} "
+                    f"{now.dtype} on {now.device}; move the model before initialize, set bf16 or fp16 in the configuration, or "
+                    f"move the state with offload_states"
+                )
+        return self
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As `load_module_state_dict`, from the names of `state_dict()`, which begin with `module.`. *Collective:* every rank."""
+        named = {key.removeprefix("module."): value for key, value in state_dict.items()}
+        known = self.train_step.runtime.stored_names.keys()
+        self.load_module_state_dict(named, strict=strict)
+        missing, unexpected = sorted(known - named.keys()), sorted(named.keys() - known)
+        return _IncompatibleKeys([f"module.{key}" for key in missing], [f"module.{key}" for key in unexpected])
 
     def __getattr__(self, name: str) -> Any:
         if "module" not in self.__dict__:
@@ -128,7 +151,7 @@ class HoldsModule(Accessors):
                 f"engine.compile: takes a backend and no other arguments, got {compile_kwargs or others}; leave them out"
             )
         recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
-        self.train_step = TrainStep(recipe, self.train_step.runtime.ranks)
+        self.train_step = self._made(recipe)
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 
@@ -254,7 +277,14 @@ class HoldsModule(Accessors):
             kind = (starts.get(name, anew), self.live.own[name].requires_grad)
             found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
         old = self.train_step
-        return TrainStep(replace(old.recipe, trained=frozenset(trained), starts=found), old.runtime.ranks)
+        return self._made(replace(old.recipe, trained=frozenset(trained), starts=found))
+
+    def _made(self, recipe: StepSpec) -> TrainStep:
+        """Another step of the same ranks. *Collective:* every rank."""
+        with self.live.shaped():
+            step = TrainStep(recipe, self.train_step.runtime.ranks)
+        step.runtime.learned.origin.close()
+        return step
 
     def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
         """The step that continues from a checkpoint: the present one if its optimizer states began alike, else a new one.

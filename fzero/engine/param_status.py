@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class ZeroParamStatus(Enum):
@@ -15,14 +17,23 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-_SET = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist")
+_SET = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "ds_tensor")
 
 
-def mark(param: nn.Parameter, index: int, *, is_here: bool, persists: bool) -> None:
-    """Sets `ds_id`, `ds_status`, `ds_numel`, `ds_shape` and `ds_persist`."""
+def mark(
+    param: nn.Parameter, index: int, shape: tuple[int, ...], own: Tensor | None, *, is_here: bool, persists: bool
+) -> None:
+    """Sets `ds_id`, `ds_status`, `ds_numel`, `ds_shape`, `ds_persist` and `ds_tensor`.
+
+    Args:
+        shape: the full shape, which the parameter itself has only while this rank holds its values.
+        own: this rank's elements (1-d); None where they are in a file, and there is no `ds_tensor`.
+    """
     status = ZeroParamStatus.AVAILABLE if is_here else ZeroParamStatus.NOT_AVAILABLE
-    values = (index, status, param.numel(), param.shape, persists)
+    values = (index, status, math.prod(shape), torch.Size(shape), persists, own)
     param.__dict__.update(zip(_SET, values, strict=True))
+    if own is None:
+        del param.__dict__["ds_tensor"]
 
 
 def unmark(param: nn.Parameter) -> None:

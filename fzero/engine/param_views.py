@@ -1,15 +1,17 @@
 """`LiveParams`: a module's parameters while an engine trains it, which are views of the state and own no memory.
 
 A parameter that this rank holds in full (stages 0 to 2, and persistent ones in stage 3) is a view of the state's flat buffer,
-and is read like any other. A sharded one has its shape, dtype and device, but no memory and no values: computing with it
-raises an error with a fix. The parameter objects do not change, so a script's own references to them (in an optimizer, in a
-list) are still valid.
+and is read like any other. A sharded one has dtype and device, but no elements, as in DeepSpeed: its shape is `ds_shape`,
+`state_dict()` has an empty tensor for it, and computing with it raises an error with a fix. The parameter objects do not
+change, so a script's own references to them (in an optimizer, in a list) are still valid.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +20,18 @@ from torch import Tensor, nn
 from fzero.engine.param_status import mark, unmark
 from fzero.plans.plan import Plan
 from fzero.runtime.own_params import is_bound, not_trained, with_present
+from sharding import Sharded
 from sharding.views import unflatten
 
 _ALLOWED = {
     *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
     *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
-    *("data_ptr", "requires_grad_", "__repr__", "__hash__", "__format__"),
+    *("data_ptr", "requires_grad_", "__repr__", "__hash__", "__format__", "detach"),
+    "_has_compatible_shallow_copy_type",
 }
 """Methods that work on a tensor without values."""
+_SHAPES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "shape", "ndim"}
+"""Methods and attributes that return the full shape inside the forward."""
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that need the values."""
 
@@ -35,26 +41,28 @@ class PartitionedParameterError(RuntimeError):
 
 
 class PartitionedParameter(nn.Parameter):
-    """A parameter that is sharded over the ranks: shape, dtype and device, but no values."""
+    """A parameter that is sharded over the ranks: dtype and device, but no elements."""
 
     fzero_name: str
     fzero_plain: nn.Parameter
-    """The same as a plain parameter for torch.compile, which inspects parameters that a call replaces."""
+    """A plain one of the full shape: for torch.compile, which inspects parameters that a call replaces, and for plans."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        is_allowed = name in _ALLOWED or (name in ("__get__", "__set__") and attribute not in _VALUES)
-        if not is_allowed:
-            used = attribute if name in ("__get__", "__set__") else name or func
-            given = (*args, *(kwargs or {}).values())
-            if any(map(is_bound, given)):  # inside the forward
-                return with_present(func, args, kwargs or {})
+        used = attribute if name in ("__get__", "__set__") else name
+        given = (*args, *(kwargs or {}).values())
+        is_inside = any(map(is_bound, given))
+        if is_inside and used in _SHAPES:
+            args = tuple(getattr(x, "fzero_plain", x) for x in args)
+        elif is_inside and (used not in _ALLOWED or used == "detach") and not _is_plain(name, attribute):
+            return with_present(func, args, kwargs or {})
+        elif not (used in _ALLOWED or _is_plain(name, attribute) or _changes_nothing(name, attribute, args, kwargs)):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
             raise PartitionedParameterError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and has no values here, and "
-                f"{used} needs them; compute inside the engine's forward, or on all ranks inside "
+                f"{used or func} needs them; compute inside the engine's forward, or on all ranks inside "
                 f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict of all, for "
                 f"torch.func.functional_call, and engine.save_16bit_model writes them"
             )
@@ -62,7 +70,22 @@ class PartitionedParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
+
+
+def _is_plain(name: str, attribute: str) -> bool:
+    """Whether an attribute is read or set that needs no values."""
+    return name in ("__get__", "__set__") and attribute not in _VALUES
+
+
+def _changes_nothing(name: str, attribute: str, args: Any, kwargs: Any) -> bool:
+    """Whether a parameter is moved to where it is (`module.to(device)` does that with each), or set to itself."""
+    if name == "__set__":
+        return attribute == "data" and args[0] is args[1]
+    if name != "to":
+        return False
+    device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
+    return device in (None, args[0].device) and dtype in (None, args[0].dtype)
 
 
 class LiveParams:
@@ -72,8 +95,8 @@ class LiveParams:
         own: the module's parameters by their first names.
     """
 
-    def __init__(self, model: nn.Module, plan: Plan) -> None:
-        self.model, self.plan = model, plan
+    def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
+        self.model, self.plan, self._rank = model, plan, rank
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._buffer_slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
@@ -92,6 +115,7 @@ class LiveParams:
                     self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
         self._indices = {name: index for index, name in enumerate(self.own)}
+        self._own: dict[str, Tensor | None] = {}  # this rank's elements, 1-d; None in files
         self.follow(plan)
         for param in self.own.values():
             param.grad = None
@@ -112,13 +136,19 @@ class LiveParams:
     def look_at(self, params: Mapping[str, Tensor], device: torch.device) -> None:
         """Makes the parameters views of the flat buffers of a state."""
         for buffer in self.plan.flat_buffers:
-            flat = params[buffer.key]
-            if buffer.flow.gathers_over:
-                for name, shape in zip(buffer.layout.names, buffer.layout.shapes, strict=True):
-                    self.hide(name, shape, flat.dtype, device)
-            else:
-                for name, view in unflatten(flat.detach(), buffer.layout).items():
+            flat, layout = params[buffer.key], buffer.layout
+            if not buffer.flow.gathers_over:
+                for name, view in unflatten(flat.detach(), layout).items():
+                    self._own[name] = view.flatten()
                     self.show(name, view)
+                continue
+            assert isinstance(buffer.params.spec, Sharded)
+            shard = self.plan.mesh.shard_of(self._rank, buffer.params.spec)
+            start, stop = buffer.params.partition(self.plan.mesh).bounds(shard)
+            for name, shape in zip(layout.names, layout.shapes, strict=True):
+                first, end = (min(max(place, start), stop) - start for place in layout.bounds(name))
+                self._own[name] = flat.detach()[first:end] if isinstance(flat, Tensor) else None
+                self.hide(name, shape, flat.dtype, device)
 
     def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         for module, key, name in self._buffer_slots:
@@ -131,27 +161,43 @@ class LiveParams:
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         param.data = value
         self._given[name] = _identity(param)
-        self._mark(name, is_here=True)
+        self._mark(name, tuple(value.shape), is_here=True)
 
     def hide(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Removes a parameter's values; its shape, dtype and device are kept."""
+        """Removes a parameter's values; its dtype and device are kept."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
             param.__class__ = nn.Parameter  # type: ignore[assignment]
         self._given.pop(name, None)
-        nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
-        param.data = nothing.expand(shape)
+        is_empty = not math.prod(shape)
+        param.data = torch.empty(shape if is_empty else (0,), dtype=dtype, device=device)
         param.grad = None
-        if param.numel():
-            plain = nn.Parameter(param.data, requires_grad=param.requires_grad)
+        if not is_empty:
+            nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
+            plain = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
             param.__class__ = PartitionedParameter
             param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
-        self._mark(name, is_here=not param.numel())
+        self._mark(name, shape, is_here=is_empty)
 
-    def _mark(self, name: str, *, is_here: bool) -> None:
+    @contextmanager
+    def shaped(self) -> Iterator[None]:
+        """Inside, sharded parameters have their full shapes, without values: to plan another step."""
+        away = [param for param in self.own.values() if isinstance(param, PartitionedParameter)]
+        for param in away:
+            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            param.data = param.fzero_plain.data
+        try:
+            yield
+        finally:
+            for param in away:
+                param.data = param.new_empty(0)
+                param.__class__ = PartitionedParameter
+
+    def _mark(self, name: str, shape: tuple[int, ...], *, is_here: bool) -> None:
         """Sets the attributes of DeepSpeed's stage 3."""
         if self.plan.stage == 3:
-            mark(self.own[name], self._indices[name], is_here=is_here, persists=name not in self._sharded)
+            persists = name not in self._sharded
+            mark(self.own[name], self._indices[name], shape, self._own[name], is_here=is_here, persists=persists)
 
     def close(self) -> None:
         """Removes the attributes of DeepSpeed's stage 3."""

@@ -95,6 +95,7 @@ class Settings:
         return self.keys.steps_per_print
 
     wall_clock_breakdown = _reads(bool, "keys.wall_clock_breakdown")
+    managed_gradient_accumulation = _reads(bool, "keys.managed_gradient_accumulation")
     memory_breakdown = _reads(bool, "keys.memory_breakdown")
     dump_state = _reads(bool, "keys.dump_state")
     dataloader_drop_last = _reads(bool, "keys.dataloader_drop_last")

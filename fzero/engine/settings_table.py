@@ -89,7 +89,6 @@ CONSTANT: dict[str, Any] = {
     "is_deepcompile_enabled": False,
     "is_elastic_model_parallel_supported": None,
     "load_universal_checkpoint": False,
-    "managed_gradient_accumulation": True,
     "pld_enabled": False,
     "pld_params": False,
     "quantize_training": (False, False, 1, False, 0.001, "symmetric", "nearest", False, False),

@@ -199,7 +199,7 @@ class ModuleTimer:
                 around.pop()
             flops = {f"{part}_flops": of_module[name] for part, of_module in self.flops.items()}
             forward, backward = (of_module[name] for of_module in self.seconds.values())
-            num_params = sum(param.numel() for param in module.parameters())
+            num_params = sum(int(getattr(param, "ds_numel", param.numel())) for param in module.parameters())
             yield ModuleProfile(
                 name, type(module).__name__, len(around), num_params, forward=forward, backward=backward, **flops
             )

@@ -6,11 +6,13 @@ Each parameter is the output of a `ParamLeaf`; the input of all leaves of one vi
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fzero.runtime.refusals import UNRELATED
 
 
 class UnitRoot(torch.autograd.Function):
@@ -58,12 +60,32 @@ def works_of(loss: Tensor) -> list[Any]:
     return list({id(node.work): node.work for node in roots_in(loss)}.values())
 
 
-def visits_in(loss: Tensor, work: Any) -> dict[int, Counter[str]]:
-    """The visits of each forward of one `ForwardBackward` in the graph of a loss, by the forward's number."""
+Visits = dict[int, Counter[str]]
+"""How often each unit is visited, by the number of the forward."""
+
+
+def visits_of(loss: Tensor, work: Any) -> Visits:
+    """The visits of the forwards of one `ForwardBackward` through which a backward of a loss goes."""
+    if not loss.requires_grad:
+        raise ValueError(UNRELATED)
+    return work.forwards.last_alone or visits_in(loss, work)
+
+
+def visits_in(loss: Tensor, work: Any) -> Visits:
+    """The visits of the forwards of one `ForwardBackward` in the graph of a loss."""
+    return _counted(node for node in roots_in(loss) if node.work is work)
+
+
+def running_visits(work: Any) -> Visits:
+    """As `visits_of`, for the backward that autograd runs now; empty if that needs no gradients of parameters."""
+    running = _counted(node for node in work.forwards.roots if torch._C._will_engine_execute_node(node))
+    return running and (work.forwards.last_alone or running)
+
+
+def _counted(roots: Iterable[Any]) -> Visits:
     found: defaultdict[int, Counter[str]] = defaultdict(Counter)
-    for node in roots_in(loss):
-        if node.work is work:
-            found[node.index][node.unit] += 1
+    for node in roots:
+        found[node.index][node.unit] += 1
     return found
 
 

@@ -35,7 +35,7 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Orders, Run
-from fzero.runtime.autograd_nodes import root_of, visits_in
+from fzero.runtime.autograd_nodes import Visits, root_of, visits_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
@@ -52,7 +52,7 @@ class ForwardBackward:
     """Forwards and backwards between two updates on one rank.
 
     There are two halves. First run the model, bound to `fetch`, inside `forward(...)`. Then bind it again and call
-    `backward(loss, row)`. Any number of backwards may follow any number of forwards. Between the halves no collective is under
+    `backward(...)`. Any number of backwards may follow any number of forwards. Between the halves no collective is under
     way, and one unit is still gathered. A forward without a backward leaves nothing behind. After an error in a half, or after
     `close`, the object cannot be used again, and a backward through its graphs raises.
 
@@ -95,7 +95,7 @@ class ForwardBackward:
         self._scheduler = self._events.scheduler
         self._units = {unit.name: unit for unit in plan.units}
         self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
-        self._status: Literal["idle", "running", "passed", "over"] = "idle"
+        self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
@@ -105,7 +105,7 @@ class ForwardBackward:
     @property
     def is_over(self) -> bool:
         """Whether it was closed, or an error ended it."""
-        return self._status == "over"
+        return self.status == "over"
 
     @property
     def hook_states(self) -> dict[str, States]:
@@ -125,8 +125,7 @@ class ForwardBackward:
             saves: whether views of gathered buffers are saved as `SavedView`s. False saves them as tensors, which keeps the
                 buffers alive (for transforms of torch.func, which allow no hooks).
             still: trained parameters that require no gradients in this forward.
-            compares: whether the values of parameters are compared before and after, to find changes that PyTorch does not
-                count (through `.data`).
+            compares: whether values of parameters are compared before and after, to find changes through `.data`.
 
         Raises:
             ValueError: the forward has changed a parameter.
@@ -142,9 +141,10 @@ class ForwardBackward:
             self._given.end()
             self._events.execute(self._scheduler.boundary())
 
+    @contextmanager
     def backward(
         self,
-        loss: Tensor,
+        visits: Visits,
         row: Tensor,
         *,
         grad_scale: float = 1.0,
@@ -152,11 +152,11 @@ class ForwardBackward:
         is_last: bool = True,
         keeps: bool = False,
         check: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """Adds the gradients of a loss to `grads`. *Collective:* every rank; in stage 3 gathers again.
+    ) -> Iterator[list[Tensor]]:
+        """Inside, a backward of autograd adds its gradients to `grads`. *Collective:* every rank; in stage 3 gathers again.
 
         Args:
-            loss: a scalar, computed from one or more of the forwards.
+            visits: see `autograd_nodes.visits_of`.
             row: a few numbers that ranks exchange while the backward runs.
             grad_scale: factor of the gradients.
             is_first: whether `grads` holds nothing yet.
@@ -164,16 +164,13 @@ class ForwardBackward:
             keeps: whether the graph is retained for another backward.
             check: checks the rows before any other collective, if the order of collectives may differ between ranks.
 
-        Returns:
-            Every rank's row, in rank order.
+        Yields:
+            A list that receives, at the end, every rank's row in rank order.
 
         Raises:
             ValueError: the loss does not depend on a trained parameter through one of the forwards.
         """
-        if not loss.requires_grad:
-            raise ValueError(UNRELATED)
-        visits = self.forwards.last_alone
-        visits = visits_in(loss, self) if visits is None else visits
+        found: list[Tensor] = []
         with self._running(self.forwards.run_of("backward", visits)):
             is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self._scheduler.begin_backward(is_last=is_last, visits=sum_of(visits))
@@ -181,11 +178,10 @@ class ForwardBackward:
             self._loss_stats = collectives.start_stack(
                 row, self.mesh.world, label=Label("loss_stats", phase="boundary")
             )
-            rows = None
             if check is not None:
-                rows, self._loss_stats = self._loss_stats.wait(), None
-                check(rows)
-            torch.autograd.backward(loss, retain_graph=keeps)
+                found[:], self._loss_stats = [self._loss_stats.wait()], None
+                check(found[0])
+            yield found
             if not self._reductions.has_come:  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
             self._forget_leaves()
@@ -193,9 +189,7 @@ class ForwardBackward:
             self._events.execute(self._scheduler.end_backward())
             self._let_go()
             if self._loss_stats is not None:
-                rows, self._loss_stats = self._loss_stats.wait(), None
-        assert rows is not None
-        return rows
+                found[:], self._loss_stats = [self._loss_stats.wait()], None
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
@@ -204,12 +198,12 @@ class ForwardBackward:
         *Collective* in stage 3: gathers again.
         """
         with self._running(self.forwards.run_of("through", visits_in(loss, self))):
-            self._status = "passed"
+            self.status = "passed"
             self.forwards.pass_through(keeps=keeps)
             try:
                 yield
             finally:
-                self._status = "running"
+                self.status = "running"
             self._events.execute(self._scheduler.take_part())
             self._let_go()
 
@@ -221,13 +215,13 @@ class ForwardBackward:
         settle()
         self._num_modes = _len_torch_dispatch_stack()
         with self._events.running(run):
-            self._status = "running"
+            self.status = "running"
             try:
                 yield
             except BaseException:
                 self._abandon()
                 raise
-            self._status = "idle"
+            self.status = "idle"
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
@@ -238,7 +232,8 @@ class ForwardBackward:
 
     def close(self) -> None:
         """Releases the gathered buffers; from now on a backward through a graph made here raises."""
-        self._status = "over"
+        self.status = "over"
+        self.forwards.close()
         self._leave("")
         self._events.execute(self._scheduler.release())
         self.transfer.abandon()
@@ -250,8 +245,10 @@ class ForwardBackward:
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
-        """Raises outside the two halves: other ranks do not take part there in the collectives that autograd needs."""
-        if self._status not in ("running", "passed"):
+        """Outside the two halves, begins a backward (`Forwards.begins`), or raises: the collectives need all ranks."""
+        if self.status == "idle":
+            self.forwards.begins()
+        if self.status not in ("running", "passed"):
             raise RuntimeError(OVER if self.is_over else BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
@@ -293,6 +290,7 @@ class ForwardBackward:
             self._events.execute(self._scheduler.enter(unit.name))
             root = None if self.grads is None else root_of(self.anchor, self, unit.name)
             flats, forward = self._gathers.full(unit), self.forwards.last
+            forward.add(root)
             self._present = present = self._given.visit(unit, flats, forward, root, self, seen=self._gathers.seen(unit))
         return present
 
@@ -335,7 +333,7 @@ class ForwardBackward:
         self._check_runs()
         if self._scheduler.in_forward:
             raise RuntimeError(INSIDE)
-        if self._status != "passed":
+        if self.status != "passed":
             for own, part in self._gathers.pulled(name, grad, self._homes[name][0], self._need).items():
                 unit, buffer = self._homes[own]
                 if buffer.trainable:
@@ -346,5 +344,5 @@ class ForwardBackward:
 
     def end_visit(self, unit: str) -> None:
         """Called when autograd has written all gradients of one visit of a unit."""
-        if self._status != "passed":
+        if self.status != "passed":
             self._events.execute(self._scheduler.end_visit(unit))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any
+
+from torch import Tensor
 
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Run
@@ -19,11 +22,18 @@ class Forward:
         run: the name of its order of collectives.
         still: the trained parameters that require no gradients in it.
         visits: how often it visited each unit.
+        roots: the `UnitRoot` nodes of its visits.
     """
 
     run: str
     still: frozenset[str]
     visits: Counter[str] = field(default_factory=Counter)
+    roots: list[Any] = field(default_factory=list)
+
+    def add(self, root: Tensor | None) -> None:
+        """Records the output of the `UnitRoot` of a visit; without gradients there is no node."""
+        if root is not None and root.grad_fn is not None:
+            self.roots.append(root.grad_fn)
 
 
 class Forwards:
@@ -31,10 +41,12 @@ class Forwards:
 
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
+        begins: called where autograd goes backward by itself (`loss.backward()`), to begin a backward of all ranks.
     """
 
     def __init__(self) -> None:
         self.used: set[str] = set()
+        self.begins: Callable[[], None] = lambda: None
         self._all: list[Forward] = []
         self._num_new = 0  # forwards since the last backward
         self._num_backwards = 0  # since the last forward
@@ -45,8 +57,19 @@ class Forwards:
         return self._all[-1]
 
     @property
+    def roots(self) -> Iterator[Any]:
+        """The `UnitRoot` nodes of all forwards."""
+        return chain.from_iterable(forward.roots for forward in self._all)
+
+    @property
     def last_index(self) -> int:
         return len(self._all) - 1
+
+    def close(self) -> None:
+        """Drops what holds the `ForwardBackward` and its state."""
+        self.begins = lambda: None
+        for forward in self._all:
+            forward.roots.clear()
 
     def begin(self, run: str, still: frozenset[str]) -> bool:
         """Records the start of a forward; returns whether it is the first since the last backward."""

@@ -24,6 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
+from fzero.runtime.autograd_nodes import Visits, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -162,25 +163,63 @@ def backward(
     if not isinstance(loss, Tensor) or loss.dim():
         given = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else shown(loss)
         raise ValueError(f"backward: loss must be a 0-d tensor, got {given}; take its mean or sum")
-    learned, rules, work = run.learned, run.rules.loss, window.work
+    scaled = scaled_loss(run, window, loss)
+    how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
+    with going_back(run, window, visits_of(scaled, window.work), loss, **how) as after:
+        torch.autograd.backward(scaled, retain_graph=keeps)
+    return after[0]
+
+
+def scaled_loss(run: StepRuntime, window: AccumulationWindow, loss: Tensor) -> Tensor:
+    """The loss times the loss scale, if there is one."""
+    if not run.rules.loss.scales_loss:
+        return loss
+    return loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.state.loss_scale.scale
+
+
+@contextmanager
+def going_back(
+    run: StepRuntime,
+    window: AccumulationWindow,
+    visits: Visits,
+    loss: Tensor,
+    *,
+    weight: Tensor | None = None,
+    num_parts: int = 1,
+    is_last: bool = True,
+    keeps: bool = False,
+) -> Iterator[list[AccumulationWindow]]:
+    """`backward` as a context, in which autograd runs. *Collective:* every rank.
+
+    Args:
+        visits: the visits of the backward (`visits_of`).
+        loss: its value, of which the step's loss is made.
+
+    Yields:
+        A list that receives the window at the end.
+    """
+    learned, work = run.learned, window.work
     learned.num_passes += 1
     newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
-    scaled = loss
-    if rules.scales_loss:
-        scaled = loss.to(torch.promote_types(loss.dtype, torch.float32)) * window.state.loss_scale.scale
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
-    with profiler_range("backward"), _bound_to(run, window):
-        stats_W5 = work.backward(
-            scaled, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
-            grad_scale=1 / (rules.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last, keeps=keeps,
-            check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
-        )  # fmt: skip
+    after: list[AccumulationWindow] = []
+    with (
+        profiler_range("backward"),
+        _bound_to(run, window),
+        work.backward(
+            visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
+            grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
+            keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
+        ) as rows,
+    ):  # fmt: skip
+        yield after
+    (stats_W5,) = rows
     check_alike(stats_W5[:, 2:4], run.mesh.world, partial(learned.hyper.named, num_parts))
     if learned.own_grads is not None:
         learned.own_grads.check()
-    return window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None)
+    after.append(window._replace(loss_stats=(*window.loss_stats, stats_W5), is_sum=weight is not None))
 
 
 @contextmanager

@@ -252,7 +252,6 @@ def at(name: str, value: Any) -> dict[str, Any]:
 
 
 ON: dict[str, Any] = {
-    "managed_gradient_accumulation": False,
     "checkpoint": {"tag_validation": "Fail"},
     "datastates": {"any": 1},
     "datastates_ckpt": {"any": 1},
@@ -369,7 +368,6 @@ def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> Non
 @pytest.mark.parametrize(
     "source",
     [
-        {"managed_gradient_accumulation": False},
         {"aio": {"use_gds": True}},
         optimizer("Adam", amsgrad=True),
     ],

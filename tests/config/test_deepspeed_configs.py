@@ -240,7 +240,7 @@ def test_a_key_that_only_makes_training_faster_is_warned_of(source: Any, says: s
     ("source", "says"),
     [
         ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "offload_optimizer with device 'cpu'"),
-        ({"checkpoint": {"load_universal": True}}, "fzero import-deepspeed"),
+        ({"checkpoint": {"use_node_local_storage": True}}, "fzero import-deepspeed"),
     ],
 )
 def test_a_key_that_changes_results_is_refused_with_what_to_do(source: Any, says: str) -> None:

@@ -232,8 +232,8 @@ def _no_batch_size(model: nn.Module) -> dict[str, Any]:
     return {"training_data": [1, 2, 3]}
 
 
-def _universal(model: nn.Module) -> dict[str, Any]:
-    return {"config": settings(0, checkpoint={"load_universal": True})}
+def _local_files(model: nn.Module) -> dict[str, Any]:
+    return {"config": settings(0, checkpoint={"use_node_local_storage": True})}
 
 
 WRONG = {
@@ -245,7 +245,7 @@ WRONG = {
     _mpu: "mpu: must have no model parallelism",
     _iterable: "training_data: must be a dataset with a length",
     _no_batch_size: "train_micro_batch_size_per_gpu: must be given for the loader",
-    _universal: "checkpoint.load_universal: must be False",
+    _local_files: "checkpoint.use_node_local_storage: must be False",
 }
 
 

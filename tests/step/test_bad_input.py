@@ -344,12 +344,11 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
     assert int(step(state, batch)[0].step) == 2
     engine, *_ = fzero.initialize(model=make(Plain), config=config(stage))
     weights = {name: weight.clone() for name, weight in engine.train_step.gather(engine.state).items()}
-    for bad in (_elsewhere, _goes_backward):
-        with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
-            engine.backward(bad(engine, batch))
-        found.append((bad.__name__, str(caught.value)))
-        with pytest.raises(RuntimeError, match="must follow a backward since the last update"):
-            engine.step()
+    with pytest.raises(ValueError, match="backward: ") as caught:
+        engine.backward(_elsewhere(engine, batch))
+    found.append(("_elsewhere", str(caught.value)))
+    with pytest.raises(RuntimeError, match="must follow a backward since the last update"):
+        engine.step()
     assert all(map(torch.equal, engine.train_step.gather(engine.state).values(), weights.values()))
     engine.backward(engine(*batch))
     engine.step()
@@ -363,8 +362,8 @@ def test_a_loss_that_has_nothing_to_do_with_the_model_and_one_that_went_backward
     for found in (_with_bad_losses(stage), *ranks(2, _with_bad_losses, stage)):
         for name, told in found[:4]:
             assert re.match(UNRELATED if name == "_elsewhere" else INSIDE, told), told
-        (_, unrelated), (_, outside) = found[4:]
-        assert re.match(UNRELATED, unrelated) and "call engine.backward(loss) instead of loss.backward()" in outside
+        ((_, unrelated),) = found[4:]
+        assert re.match(UNRELATED, unrelated)
 
 
 def test_a_graph_of_a_step_refuses_such_losses_too() -> None:

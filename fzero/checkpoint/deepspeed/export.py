@@ -63,6 +63,11 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Steps = "number
     """
     source = files.find(Path(dir))
     contents = files.read_contents(source)
+    if contents.get("left_out"):
+        raise CheckpointError(
+            f"export: {source} must hold all parameters, and was saved without frozen ones; load it with an engine, and save it "
+            f"with them"
+        )
     found, numbers = chunks_in(source, contents), contents["numbers"]
     name = f"global_step{int(numbers['state.step'])}_universal"
     folder, beside = Path(out) / name, Path(out) / f".{name}.new"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +63,11 @@ def _load(path: Path, step: TrainStep, scratch: StateFiles | None) -> Loaded:
     found.check_optimizer()
     saved = Saved(found, found.numbers, found.optimizer, {}, found.scales_dynamically)
     return Loaded(restored(saved, step, scratch), found.client, path)
+
+
+def client_of(dir: str | Path) -> dict[str, Any]:
+    """The `client` of `import_deepspeed`."""
+    return DeepSpeedFiles(find(Path(dir))).client
 
 
 def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,55 +30,95 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Args:
         checkpoint_dir: the folder that was given to `save_checkpoint`.
         tag: of one checkpoint; None is the latest.
-        exclude_frozen_parameters: must be False.
+        exclude_frozen_parameters: whether to leave out frozen parameters.
         lazy_mode: ignored: tensors are read at once.
     """
-    if exclude_frozen_parameters:
-        raise ValueError(
-            "get_fp32_state_dict_from_zero_checkpoint: exclude_frozen_parameters must be False, got True; remove their names "
-            "from the result"
-        )
     base = Path(checkpoint_dir)
     folder = base if tag is None else base / tag
     if not is_deepspeeds(folder):
         if tag is None and (base / folders.LATEST).is_file():
             folder = base / folders.latest_of(base)
-        return _weights(folder)
+        return _weights(folder, without_frozen=exclude_frozen_parameters)
     with TemporaryDirectory(prefix=".fzero-", dir=checkpoint_dir) as beside:
-        return _weights(convert_deepspeed(folder, Path(beside, "converted")).parent)
+        converted = convert_deepspeed(folder, Path(beside, "converted")).parent
+        return _weights(converted, without_frozen=exclude_frozen_parameters)
 
 
-def _weights(dir: Path) -> dict[str, Tensor]:
+def _weights(dir: Path, *, without_frozen: bool) -> dict[str, Tensor]:
     folder = folders.find(dir)
     contents = folders.read_contents(folder)
+    frozen = {name for name, kept in contents["optimizer"].items() if kept is None} if without_frozen else set()
+    names = {key: name for key, name in contents["names"].items() if name not in frozen}
     found, read = chunks_in(folder, contents), dict[str, Tensor]()
-    for name in dict.fromkeys(contents["names"].values()):
+    for name in dict.fromkeys(names.values()):
         x = found.full(next(key for key in (f"master.{name}", f"model.{name}") if key in found.stored))
         read[name] = x.float() if x.is_floating_point() else x
-    return {key: read[name] for key, name in contents["names"].items()}
+    return {key: read[name] for key, name in names.items()}
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
     checkpoint_dir: str | Path,
     output_dir: str | Path,
-    max_shard_size: str = "5GB",
+    max_shard_size: str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Writes the weights to one file: `pytorch_model.bin`, or `model.safetensors` with `safe_serialization`.
+    """Writes the weights as transformers reads them: `pytorch_model.bin`, or `model.safetensors` with `safe_serialization`.
 
-    `fzero export` writes several files, with one tensor in memory at a time.
+    More bytes than `max_shard_size` ("5GB", "200MB"; None is one file) become several files with an index. `fzero export` does
+    that with one tensor in memory at a time.
     """
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    if safe_serialization:
+    stem, suffix = ("model", "safetensors") if safe_serialization else ("pytorch_model", "bin")
+    shards = _shards(weights, None if max_shard_size is None else _num_bytes(max_shard_size))
+    if len(shards) == 1:
+        _write(weights, folder / f"{stem}.{suffix}")
+        return
+    places: dict[str, str] = {}
+    for index, shard in enumerate(shards, 1):
+        name = f"{stem}-{index:05d}-of-{len(shards):05d}.{suffix}"
+        _write(shard, folder / name)
+        places |= dict.fromkeys(shard, name)
+    index_of = {"metadata": {"total_size": sum(x.nbytes for x in weights.values())}, "weight_map": places}
+    (folder / f"{stem}.{suffix}.index.json").write_text(json.dumps(index_of, indent=2))
+
+
+def _shards(weights: dict[str, Tensor], most: int | None) -> list[dict[str, Tensor]]:
+    """The weights in order, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+    shards: list[dict[str, Tensor]] = [{}]
+    nbytes = 0
+    for name, x in weights.items():
+        if most is not None and shards[-1] and nbytes + x.nbytes > most:
+            shards.append({})
+            nbytes = 0
+        shards[-1][name] = x
+        nbytes += x.nbytes
+    return shards
+
+
+def _num_bytes(size: str) -> int:
+    """A number of bytes as Hugging Face writes it.
+
+    >>> _num_bytes("5GB"), _num_bytes("200MiB")
+    (5000000000, 209715200)
+    """
+    match = re.fullmatch(r"(\d+)\s*([KMGT]?)(i?)B", str(size).strip(), re.IGNORECASE)
+    if match is None:
+        raise ValueError(f"max_shard_size: must be a size such as '5GB', got {size!r}; write a number and a unit")
+    power = " KMGT".index(match[2].upper() or " ")
+    return int(match[1]) * int((1024 if match[3] else 1000) ** power)
+
+
+def _write(weights: dict[str, Tensor], path: Path) -> None:
+    if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file({name: x.clone() for name, x in weights.items()}, folder / "model.safetensors", {"format": "pt"})
+        save_file({name: x.clone() for name, x in weights.items()}, path, {"format": "pt"})
     else:
-        torch.save(weights, folder / "pytorch_model.bin")
+        torch.save(weights, path)
 
 
 def load_state_dict_from_zero_checkpoint(
@@ -84,3 +128,22 @@ def load_state_dict_from_zero_checkpoint(
     weights: dict[str, Any] = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.cpu().load_state_dict(weights, strict=False)
     return model
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """The program `zero_to_fp32.py` of a folder of checkpoints, with DeepSpeed's arguments."""
+    parser = argparse.ArgumentParser(prog="zero_to_fp32.py", description="Writes the fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder that was given to save_checkpoint")
+    parser.add_argument("output_dir", help="the folder of the weights, which is made")
+    parser.add_argument("--max_shard_size", default="5GB", help="the size of the largest file")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors files")
+    parser.add_argument("-t", "--tag", help="of one checkpoint; the latest by default")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true")
+    parser.add_argument("-d", "--debug", action="store_true", help="has no effect")
+    given = vars(parser.parse_args(args))
+    given.pop("debug")
+    convert_zero_checkpoint_to_fp32_state_dict(**given)
+
+
+if __name__ == "__main__":
+    main()

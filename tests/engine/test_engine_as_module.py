@@ -1,0 +1,133 @@
+"""The laws of an engine as an `nn.Module`, and of its parameters in stage 3, as libraries for DeepSpeed use them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import WIDTH, Net, assert_close, criterion, data, made, mine
+from ranks import RankPool
+from torch import Tensor, nn
+from training import make
+
+import fzero
+from fzero.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+
+class Wrapped(nn.Module):
+    """A script's module around an engine."""
+
+    def __init__(self, engine: fzero.Engine) -> None:
+        super().__init__()
+        self.inner = engine
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+def _as_module(stage: int) -> dict[str, Any]:
+    engine = made(stage)
+    assert isinstance(engine, nn.Module) and isinstance(engine, fzero.Engine)
+    names = [name for name, _ in make(Net).named_parameters()]
+    assert [name for name, _ in engine.named_parameters()] == [f"module.{name}" for name in names]
+    assert all(own is param for own, param in zip(engine.parameters(), engine.module.parameters(), strict=True))
+    assert list(engine.state_dict()) == [f"module.{name}" for name in engine.module.state_dict()]
+    assert dict(engine.named_children()) == {"module": engine.module}
+    calls: list[str] = []
+    hooks = [engine.register_forward_pre_hook(lambda module, args: calls.append("before"))]
+    hooks.append(engine.register_forward_hook(lambda module, args, out: calls.append("after")))
+    outer = Wrapped(engine).eval()
+    assert not (engine.training or engine.module.training)
+    outer.train().to(torch.float32).to("cpu").float()
+    assert engine.training and engine.module.training and engine.to("cpu") is engine
+    engine.module.to("cpu")
+    with pytest.raises(RuntimeError, match=r"engine.to: must keep the device and dtypes of its state"):
+        outer.half()
+    x, y = mine(engine, data(0))
+    criterion(outer(x), y).backward()
+    engine.step()
+    assert calls == ["before", "after"]
+    for hook in hooks:
+        hook.remove()
+    weights = engine.module_state_dict()
+    engine.load_state_dict({f"module.{name}": torch.zeros_like(x) for name, x in weights.items()})
+    assert all(not x.any() for x in engine.module_state_dict().values())
+    missing, unexpected = engine.load_state_dict({"module.head.bias": weights["head.bias"], "other": 1}, strict=False)
+    assert "module.head.weight" in missing and unexpected == ["module.other"]
+    assert next(iter(outer.state_dict())) == f"inner.module.{names[0]}"
+    return weights
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_engine_is_a_module(ranks: RankPool, stage: int) -> None:
+    first, second = ranks(2, _as_module, stage)
+    assert_close(first, second, 0.0)
+
+
+# --- stage 3 -------------------------------------------------------------------------------------------------------
+
+
+def maybe_zero_3(param: Any) -> Tensor:
+    """The idiom of PEFT and FastChat."""
+    from fzero.deepspeed import zero
+
+    if hasattr(param, "ds_id"):
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with zero.GatheredParameters([param]):
+            assert param.ds_status == ZeroParamStatus.AVAILABLE
+            copied: Tensor = param.data.detach().cpu().clone()
+            return copied
+    return param.detach().cpu().clone()
+
+
+def _divided() -> Any:
+    engine = made(3)
+    before = {name: param.ds_shape for name, param in engine.module.named_parameters()}
+    assert all(param.shape == (0,) and not param.numel() for param in engine.parameters())
+    assert all(x.shape == (0,) for x in engine.state_dict().values())
+    assert [p.ds_id for p in engine.parameters()] == list(range(len(before)))
+    x, y = mine(engine, data(0))
+    shapes = []
+    hook = engine.module.head.register_forward_pre_hook(lambda module, args: shapes.append(module.weight.shape))
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+    hook.remove()
+    assert shapes == [(3, WIDTH)]
+    whole = {name: maybe_zero_3(param) for name, param in engine.module.named_parameters()}
+    pieces = {name: param.ds_tensor.clone() for name, param in engine.module.named_parameters()}
+    return before, whole, pieces, engine.module_state_dict()
+
+
+def test_parameters_of_stage_3_are_empty_outside_a_gather(ranks: RankPool) -> None:
+    (shapes, whole, first, weights), (_, other, second, _) = ranks(2, _divided)
+    expected = make(Net)
+    for name, param in expected.named_parameters():
+        assert shapes[name] == param.shape
+        assert torch.equal(whole[name], weights[name]) and torch.equal(other[name], weights[name])
+        assert torch.equal(torch.cat([first[name], second[name]]), weights[name].flatten())
+
+
+def _refuses() -> list[str]:
+    engine = made(3)
+    param = engine.module.head.weight
+    told = []
+    for use in (lambda: param.clone(), lambda: param.cpu(), lambda: param.half(), lambda: param.to(torch.float16)):
+        with pytest.raises(RuntimeError, match="is sharded over the ranks and has no values here") as caught:
+            use()
+        told.append(str(caught.value))
+    assert param.to("cpu") is param and param.to(torch.float32) is param
+    return told
+
+
+def test_computing_with_an_empty_parameter_is_refused(ranks: RankPool) -> None:
+    for told in ranks(2, _refuses):
+        assert all("GatheredParameters" in text for text in told)
+
+
+def test_parameters_of_other_modules_keep_their_shapes() -> None:
+    engine = made(3)
+    other = make(Net)
+    assert all(not hasattr(param, "ds_id") and param.numel() for param in other.parameters())
+    engine.destroy()
+    assert not any(hasattr(param, "ds_id") for param in engine.module.parameters())
