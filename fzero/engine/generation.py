@@ -115,7 +115,7 @@ class Generates(HoldsModule):
                 self._print_times(now - self._first)
             self._seconds, self._first, self._rows = dict.fromkeys(PARTS, 0.0), None, 0
         self._since = now if mode else None
-        return super().train(mode)
+        return super().train(mode)  # type: ignore[misc]  # of nn.Module, which Engine is, too
 
     def _print_times(self, total: float) -> None:
         assert self._seconds is not None

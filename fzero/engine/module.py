@@ -113,13 +113,6 @@ class HoldsModule(Accessors):
                 f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists its attributes"
             ) from None
 
-    def train(self, mode: bool = True) -> Any:
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Any:
-        return self.train(False)
-
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
         """Copies of full parameters by name, in every stage, for `torch.func.functional_call(engine.module, them, x)`.
