@@ -119,8 +119,9 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self._check_loss("backward", loss)
         if window is None:
             raise RuntimeError("engine.backward: must follow a forward since the last update; call engine(...) first")
-        scalar, passing = loss.reshape(()), self._others_passing(loss, keeps=retain_graph)
+        passing = self._others_passing(loss, keeps=retain_graph)
         with torch.enable_grad():  # the caller may run the backward inside no_grad
+            scalar = loss.reshape(())
             scaled = scaled_loss(step.runtime, window, scalar)
             visits = visits_of(scaled, window.work)
             with self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing):
