@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fzero.comms.failures import meet
 from fzero.generation.lora import fuse_lora, merged
 from fzero.runtime.module_binding import bound
-from fzero.runtime.parts import inspecting
+from fzero.runtime.parts import inspecting, quantizing, seen_params
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
@@ -37,15 +37,15 @@ def generating(
 
     No gradients are collected, and the state keeps its bits: buffers are copies, and a changed parameter is an error (see
     `writable`). The training mode stays as it is; call `model.eval()` to generate without dropout. Under `torch_autocast` the
-    model runs under `torch.autocast`. Random numbers are those of torch's global generators, so that ranks draw different
-    samples if they are seeded differently.
+    model runs under `torch.autocast`, and it sees what is compressed (`compression_training`) as in training. Random numbers are
+    those of torch's global generators, so that ranks draw different samples if they are seeded differently.
 
     *Collective*, to enter: every rank. By copy, a rank sends `(W-1)/W` of the divided parameters once (stage 3), and nothing in
     stages 0 to 2; inside, each rank calls the model as often as it likes. By unit, each forward is collective in stage 3, and
     sends as much again.
 
     Args:
-        by: `"copy"` holds all parameters in full, in their own dtype: `copy_nbytes(step.plan)` bytes more than a step has.
+        by: `"copy"` holds all parameters in full, in their own dtype: `copy_nbytes(step)` bytes more than a step has.
             `"unit"` gathers each unit when the forward uses it; all ranks must call the model equally often
             (`synced_gpus=True` of transformers' `generate`).
         fuse: whether LoRA layers run as one matrix (`fuse_lora`), by copy. By unit they run as in training.
@@ -71,12 +71,19 @@ def generating(
             yield model
         return
     params, flats = _full(step, state, copies=writable)
+    params |= seen_params(step.runtime, state).among(params)
     versions = [flat._version for flat in flats]
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     fused = fuse_lora(model, params) if fuse else params
     seen = {name: nn.Parameter(tensor, requires_grad=False) for name, tensor in fused.items()}
     as_one = merged(model) if fuse else nullcontext()
-    with bound(model, step.plan.aliases, seen.__getitem__, buffers), torch.no_grad(), casts, as_one:
+    with (
+        bound(model, step.plan.aliases, seen.__getitem__, buffers),
+        quantizing(step.runtime, state),
+        torch.no_grad(),
+        casts,
+        as_one,
+    ):
         yield model
     if not writable and [flat._version for flat in flats] != versions:
         raise ValueError(

@@ -124,7 +124,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
         run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=_seen(run, state),
+        seen=seen_params(run, state),
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -378,12 +378,12 @@ def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
-    seen = _seen(run, state)
+    seen = seen_params(run, state)
     work = ForwardBackward(run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         bound(run.recipe.model, run.plan.aliases, work.fetch, buffers),
-        _quantizing(run, state),
+        quantizing(run, state),
         _with_blocks(run),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
@@ -409,13 +409,13 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def _seen(run: StepRuntime, state: State) -> SeenParams:
+def seen_params(run: StepRuntime, state: State) -> SeenParams:
     """What the model sees of compressed parameters with this state."""
     plan = run.recipe.compress
     return SeenParams(plan, int(state.step) if plan else 0, state.buffers)
 
 
-def _quantizing(run: StepRuntime, state: State) -> Any:
+def quantizing(run: StepRuntime, state: State) -> Any:
     plan = run.recipe.compress
     if not plan.inputs:
         return nullcontext()
@@ -434,7 +434,7 @@ def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
     model, aliases = run.recipe.model, run.plan.aliases
     with (
         bound(model, aliases, window.work.fetch, window.buffers),
-        _quantizing(run, window.state),
+        quantizing(run, window.state),
         _with_blocks(run),
         run.checkpointing.applied(
             model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,

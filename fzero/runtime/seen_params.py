@@ -45,6 +45,10 @@ class SeenParams:
             found = self._by_unit[unit.name] = self._computed(names, full() if names else {})
         return found
 
+    def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that differ from the parameters, for a model whose parameters are all there."""
+        return self._computed(sorted(self._is_on), full)
+
     def _computed(self, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
             tensors = {**self._buffers, **full}

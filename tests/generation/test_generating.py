@@ -106,6 +106,31 @@ def test_by_unit_tokens_are_the_same(ranks: RankPool, stage: int) -> None:
     assert loss == by_copy
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_compressed_model_generates_with_what_it_trains_with(stage: int) -> None:
+    given = {"start_bits": 2, "target_bits": 2, "quantization_period": 1}
+    group = {"params": given, "modules": ["0"]}
+    ranges = {"params": {"bits": 4}, "modules": ["2"]}
+    shared = {"enabled": True, "schedule_offset": 0}
+    block = {
+        "weight_quantization": {"shared_parameters": shared, "different_groups": {"all": group}},
+        "activation_quantization": {
+            "shared_parameters": shared | {"range_calibration": "dynamic"}, "different_groups": {"all": ranges},
+        },
+    }  # fmt: skip
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.randn(2, 8)
+    cfg = fzero.Config.load(settings(stage) | {"compression_training": block})
+    step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: model(x).square().mean())
+    state, _ = step(step.init(), x)
+    found = []
+    for by in ("copy", "unit"):
+        with fzero.generating(step, state, by=by) as shown:
+            found.append(shown(x))
+            assert (by == "unit") or shown[0].weight.unique().numel() <= 4  # 2 bits
+    assert torch.equal(*found)
+
+
 # --- writes ------------------------------------------------------------------------------------------------------
 
 
