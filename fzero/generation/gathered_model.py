@@ -97,7 +97,8 @@ def copy_nbytes(step: TrainStep) -> int:
 
     >>> from fzero import Config, make_train_step
     >>> from fzero.comms import AbstractAxis
-    >>> cfg = Config.load({"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}})
+    >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    >>> cfg = Config.load({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}})
     >>> copy_nbytes(make_train_step(nn.Linear(64, 64), cfg, mesh=AbstractAxis("data", 4)))
     16640
     """
