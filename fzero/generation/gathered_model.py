@@ -99,8 +99,8 @@ def copy_nbytes(step: TrainStep) -> int:
     >>> from fzero.comms import AbstractAxis
     >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
     >>> cfg = Config.load({"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Adam"}})
-    >>> copy_nbytes(make_train_step(nn.Linear(64, 64), cfg, mesh=AbstractAxis("data", 4)))
-    16640
+    >>> copy_nbytes(make_train_step(nn.Linear(64, 64), cfg, mesh=AbstractAxis("data", 4)))  # 4160 elements and the padding
+    16896
     """
     divided = [b for b in step.plan.flat_buffers if not isinstance(b.params.spec, Replicated)]
     return sum(buffer.padded_numel * torch_dtype(buffer.dtypes.param).itemsize for buffer in divided)
