@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         fixed_linear as fixed_linear,
         fixed_root as fixed_root,
     )
+    from fzero.data.token_dropping import RandomLTD as RandomLTD, kept_tokens as kept_tokens
     from fzero.data.truncation import truncated as truncated
 else:
     __getattr__, __dir__, __all__ = door(
@@ -31,6 +32,7 @@ else:
             "metrics": "Metric",
             "sampler": "Admission CurriculumSampler",
             "schedules": "Schedule fixed_discrete fixed_linear fixed_root",
+            "token_dropping": "RandomLTD kept_tokens",
             "truncation": "truncated",
         },
     )
