@@ -62,16 +62,21 @@ def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str | None) 
     from fzero.data.schedules import Root, fewer_values
 
     curriculum = cfg.curriculum_learning
-    found = {} if plan is None else {"data_efficiency.data_routing.random_ltd": (plan.how.schedule, 0, "seq_per_step")}
+    found = (
+        {}
+        if plan is None
+        else {"data_efficiency.data_routing.random_ltd": (plan.how.schedule, 0, "seq_per_step", "min_value")}
+    )
     schedule = curriculum.schedule() if curriculum is not None and curriculum.enabled else None
     if isinstance(schedule, Root):
-        found["curriculum_learning"] = schedule, 1, "difficulty_step"
-    for block, (lengths, start, key) in found.items():
+        found["curriculum_learning"] = schedule, 1, "difficulty_step", "min_difficulty"
+    for block, (lengths, start, key, smallest) in found.items():
         if (num := len(lengths.values(start))) > MOST_LENGTHS:
+            fewer = fewer_values(lengths, MOST_LENGTHS, start)
+            also = "" if fewer.minimum == lengths.minimum else f" and {smallest} to {fewer.minimum}"
             raise ConfigError(
                 f"{block}: must have at most {MOST_LENGTHS} lengths with compile={compile!r}, which compiles each of them, got "
-                f"{num}; set {key} to {fewer_values(lengths, MOST_LENGTHS, start)} (now {lengths.multiple}), or leave compile "
-                f"out"
+                f"{num}; set {key} to {fewer.multiple} (now {lengths.multiple}){also}, or leave compile out"
             )
     if compile == "step" and cfg.progressive_layer_drop.enabled:
         raise ConfigError(

@@ -254,7 +254,10 @@ def test_many_lengths_are_refused_with_their_number_and_a_multiple(compile: Any)
     cfg = {**settings(0), "curriculum_learning": {**block, "schedule_config": numbers}}
     with (
         pytest.warns(ConfigWarning, match="curriculum_learning: is for the engine"),
-        pytest.raises(ConfigError, match=r"curriculum_learning: must have .* set difficulty_step to 128 \(now 8\)"),
+        pytest.raises(
+            ConfigError,
+            match=r"curriculum_learning: must have .* set difficulty_step to 128 \(now 8\) and min_difficulty to 128",
+        ),
     ):
         fzero.make_train_step(net(None), cfg, compile=compile)
 
