@@ -99,6 +99,10 @@ class Reductions:
 
     # --- collecting ----------------------------------------------------------------------------------------------
 
+    def has_begun(self, unit: str, key: str) -> bool:
+        """Whether gradients of a flat buffer are being collected."""
+        return key in self._filling[unit].flats
+
     def add(self, name: str, grad: Tensor, unit: str, buffer: FlatParamPlan) -> None:
         """Adds the gradient of a parameter to the flat gradient of its unit."""
         self.has_come = True
