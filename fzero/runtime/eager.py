@@ -19,7 +19,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.common.profiler_ranges import is_recording, profiler_range
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
@@ -90,7 +90,7 @@ class ForwardBackward:
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
-        self.forwards = Forwards()
+        self.forwards, self._seen = Forwards(), seen
         self._given = GivenParams(seen.scored)
         self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
@@ -101,7 +101,7 @@ class ForwardBackward:
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range = ExitStack()  # in a trace, holds the range of the unit being visited
+        self._range: AbstractContextManager[object] = nullcontext()  # in a trace, the range of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -137,7 +137,7 @@ class ForwardBackward:
             self._given.begin(compares=compares)
             with self._given.named_errors(), self.saving() if saves else nullcontext():
                 yield
-            self._range.close()
+            self._end_range()
             self._gathers.check_full()
             self._given.end()
             self._events.ask("boundary")
@@ -226,7 +226,7 @@ class ForwardBackward:
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
-        self._range.close()
+        self._end_range()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
@@ -281,11 +281,11 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        self._range.close()
+        self._end_range()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
-        if self._events.in_forward and is_recording():
-            self._range.enter_context(profiler_range("unit", unit.name))
+        self._range = profiler_range("unit", unit.name) if self._events.in_forward else nullcontext()
+        self._range.__enter__()
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
@@ -293,6 +293,10 @@ class ForwardBackward:
             seen = self._gathers.seen(unit)
             self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
+
+    def _end_range(self) -> None:
+        range_, self._range = self._range, nullcontext()
+        range_.__exit__(None, None, None)
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is there."""
@@ -335,9 +339,13 @@ class ForwardBackward:
             raise RuntimeError(INSIDE)
         if self.status != "passed":
             for name, grad in zip(names, grads, strict=True):
-                if name and grad is not None:
-                    for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
-                        self._add(own, part)
+                if not name or grad is None:
+                    continue
+                if name not in self._seen.is_on:
+                    self._add(name, grad)
+                    continue
+                for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
+                    self._add(own, part)
 
     def _add(self, name: str, grad: Tensor) -> None:
         unit, buffer = self.plan.homes[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -59,7 +59,8 @@ class Sequencer:
         self._units = {unit.name: unit for unit in plan.units}
         here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
         make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
-        self._replay = Replay(make, answers, self._prepared)
+        self._prepared = _Actions(plan)
+        self._replay = Replay(make, answers, self._prepared)  # no method of this object: a cycle would keep the state
         self.phase: Phase = "forward"
         self._run: Run = ()
 
@@ -79,14 +80,6 @@ class Sequencer:
     def _execute(self, events: Iterable[Event]) -> None:
         for execute, what in self._prepared(events):
             execute(self, what)
-
-    def _prepared(self, events: Iterable[Event]) -> tuple[Action, ...]:
-        """The functions that execute events, each with its unit, or for a flat gradient its unit and its buffer."""
-        flats = {buffer.key: (unit.name, buffer) for unit in self._units.values() for buffer in unit.buffers}
-        targets: dict[str, Any] = {"": None, **self._units}
-        return tuple(
-            (EXECUTORS[kind], flats[name] if kind == "collect" else targets[name]) for kind, name in events
-        )
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -159,6 +152,22 @@ class Sequencer:
                 f"pass schedule='negotiated' to do so from the start",
                 stacklevel=2,
             )
+
+
+class _Actions:
+    """From events to the functions that execute them, each with its unit; for a flat gradient the unit's name and the buffer."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def _targets(self) -> dict[tuple[bool, str], Any]:
+        units = self._plan.units
+        flats = {(True, buffer.key): (unit.name, buffer) for unit in units for buffer in unit.buffers}
+        return {(False, ""): None, **{(False, unit.name): unit for unit in units}, **flats}
+
+    def __call__(self, events: Iterable[Event]) -> tuple[Action, ...]:
+        return tuple((EXECUTORS[kind], self._targets[kind == "collect", name]) for kind, name in events)
 
 
 EXECUTORS: dict[str, Callable[[Sequencer, Any], object]] = {
