@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         partition_by_cost as partition_by_cost,
         uniform as uniform,
     )
+    from fzero.pipeline.timeline import Timeline as Timeline, chunk_costs as chunk_costs, predict as predict
     from fzero.pipeline.topology import (
         PipeDataParallelTopology as PipeDataParallelTopology,
         PipelineParallelGrid as PipelineParallelGrid,
@@ -46,6 +47,7 @@ else:
             "order_check": "check_order plan_order",
             "orders": "B F I ORDERS OrderError PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
             "partition": "LayerCost balanced partition_by_cost uniform",
+            "timeline": "Timeline chunk_costs predict",
             "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )
