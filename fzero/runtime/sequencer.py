@@ -167,7 +167,7 @@ class _Actions:
         return {(False, ""): None, **{(False, unit.name): unit for unit in units}, **flats}
 
     def __call__(self, events: Iterable[Event]) -> tuple[Action, ...]:
-        return tuple((EXECUTORS[kind], self._targets[kind == "collect", name]) for kind, name in events)
+        return tuple((EXECUTORS[event.kind], self._targets[event.kind == "collect", event.unit]) for event in events)
 
 
 EXECUTORS: dict[str, Callable[[Sequencer, Any], object]] = {
