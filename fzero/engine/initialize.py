@@ -20,6 +20,7 @@ from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.files import read
 from fzero.data.loader import CurriculumLoader
+from fzero.data.token_dropping import dropping_of
 from fzero.engine import config_keys as engine_keys
 from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
@@ -106,7 +107,7 @@ def initialize(
     cfg.warn_of_no_effect(model)
     recipe = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
-        checkpoint=checkpoint, seed=seed, compress=_compression(cfg, model),
+        checkpoint=checkpoint, seed=seed, compress=_compression(cfg, model), drop=dropping_of(model),
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
     )  # fmt: skip
     step = TrainStep(recipe, bind(None, recipe.device))

@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -35,6 +35,7 @@ from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
 from fzero.storage.shard_io import own_shard
 
@@ -142,8 +143,12 @@ def forward(
     learned = run.learned
     learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
-    compares = _compares(run, kind)
-    with profiler_range("forward"), _bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
+    compares, micro = _compares(run, kind), lambda: window.work.forwards.last_index
+    with (
+        profiler_range("forward"),
+        _bound_to(run, window, micro),
+        window.work.forward(kind, still=still, compares=compares),
+    ):
         result = function()
     learned.compared.add(kind)
     return result
@@ -207,7 +212,7 @@ def going_back(
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
-        _bound_to(run, window),
+        _bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
             visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
@@ -225,7 +230,8 @@ def going_back(
 @contextmanager
 def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    with _bound_to(run, window), window.work.passing(loss, keeps=keeps):
+    again = partial(visits_in, loss, window.work)
+    with _bound_to(run, window, lambda: only_forward(again())), window.work.passing(loss, keeps=keeps):
         yield
 
 
@@ -387,6 +393,7 @@ def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
+        dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -431,8 +438,8 @@ def _with_blocks(run: StepRuntime) -> Any:
 
 
 @contextmanager
-def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
-    """Inside, the model computes with the tensors of a window."""
+def _bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
     model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
@@ -442,6 +449,7 @@ def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
             model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
             moving=run.learned.moving_buffers,
         ),
+        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 
