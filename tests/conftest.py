@@ -7,6 +7,7 @@ values is among them; the others are `long`, of `make test-all`.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -50,6 +51,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case, takes_part in zip(cases, covering, strict=True):
             if not takes_part:
                 case.add_marker("long")
+
+
+def pytest_collection_finish() -> None:
+    """Keeps what is loaded by now out of later collections of garbage, each of which would walk through all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:

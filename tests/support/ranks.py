@@ -109,6 +109,7 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
     faulthandler.enable()  # a rank that is ended by a signal writes the stacks of its threads
     quarantine_check = getattr(ctypes.CDLL(None), "quarantine_check", None)  # of quarantine.c, under `make memcheck`
     torch.set_num_threads(1)
+    gc.freeze()  # collections need not walk through what is loaded by now
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     joined = 0
     while True:
