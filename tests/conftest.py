@@ -53,10 +53,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("long")
 
 
-def pytest_collection_finish() -> None:
-    """Keeps what is loaded by now out of later collections of garbage, each of which would walk through all of it."""
+POOLS: list[RankPool] = []
+"""One, where a test needs it."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Copies this process for the ranks. Collections of garbage no longer walk through what is loaded by now."""
     gc.collect()
     gc.freeze()
+    if (
+        any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        POOLS.append(RankPool("fork"))
 
 
 def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
@@ -105,7 +114,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
+    (pool,) = POOLS
     yield pool
     pool.close()
 
