@@ -10,6 +10,7 @@ from fzero.deepspeed.runtime import (
     dataloader,
     engine,
     lr_schedules,
+    pipe,
     utils,
     zero,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "dataloader",
     "engine",
     "lr_schedules",
+    "pipe",
     "utils",
     "zero",
 ]
