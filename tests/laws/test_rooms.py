@@ -21,7 +21,7 @@ import fzero.testing
 ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim config compression plans"
-STEP = f"{CORE} state verbs storage runtime graph step simulation"
+STEP = f"{CORE} state verbs storage runtime pipeline graph step simulation"
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
     "common": "sharding",
@@ -35,11 +35,12 @@ MAY_IMPORT: dict[str, str] = {
     "verbs": f"{CORE} state",
     "storage": f"{CORE} state",
     "runtime": f"{CORE} state verbs storage",
+    "pipeline": f"{CORE} state verbs storage runtime",
     "graph": f"{CORE} state verbs storage runtime",
-    "step": f"{CORE} state verbs storage runtime graph",
-    "simulation": f"{CORE} state verbs storage runtime graph step",
+    "step": f"{CORE} state verbs storage runtime pipeline graph",
+    "simulation": f"{CORE} state verbs storage runtime pipeline graph step",
     "resharding": STEP,
-    "estimation": f"{CORE} state storage runtime graph",  # a step followed without tensors needs no step
+    "estimation": f"{CORE} state storage runtime pipeline graph",  # a step followed without tensors needs no step
     "checkpoint": f"{STEP} resharding",
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
