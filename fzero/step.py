@@ -213,6 +213,7 @@ class TrainStep:
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: of this process.
+        mesh: of all ranks. In a pipeline `plan` is that of this rank's stage, whose mesh is a part of this one.
         device: where the state is, and the batch must be.
     """
 
@@ -222,7 +223,7 @@ class TrainStep:
         else:
             self.runtime = run = recipe.pipeline.runtime(recipe, axis)
         self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
-        self.rank, self.world_size = axis.rank, axis.size
+        self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
     def program(self) -> GraphProgram | None:

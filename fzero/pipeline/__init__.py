@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         partition_by_cost as partition_by_cost,
         uniform as uniform,
     )
+    from fzero.pipeline.pipeline import Pipeline as Pipeline
     from fzero.pipeline.topology import (
         PipeDataParallelTopology as PipeDataParallelTopology,
         PipelineParallelGrid as PipelineParallelGrid,
@@ -46,6 +47,7 @@ else:
             "order_check": "check_order plan_order",
             "orders": "B F I ORDERS OrderError PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
             "partition": "LayerCost balanced partition_by_cost uniform",
+            "pipeline": "Pipeline",
             "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )

@@ -19,12 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fzero.comms import collectives
 from fzero.comms.axes import CollectiveError
 from fzero.comms.pending import abandon
 from fzero.comms.records import Label
+from fzero.pipeline.cut_backward import backward_inputs, backward_weights
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Mailbox, Message, Received, Route, tensors_in
 from fzero.pipeline.orders import PipeOrder
@@ -220,12 +221,14 @@ class _Open(NamedTuple):
     Attributes:
         visits: the units that it used.
         roots: where its backward begins: the loss, or the outputs that require gradients.
-        input_grads: receives the gradients of those inputs that require one.
+        inputs: the inputs that require a gradient, as outputs of their `_Border`.
+        input_grads: receives their gradients.
         loss: the loss, with its weight; of the last chunk only.
     """
 
     visits: Visits
     roots: list[Any]
+    inputs: list[GradientEdge]
     input_grads: list[Tensor | None]
     loss: tuple[Tensor, Tensor | None] | None
 
@@ -245,12 +248,14 @@ class _Training(Passes):
         self.window, self.rows = window, list[int]()
         self.anchor = torch.empty(0, device=run.device, requires_grad=True)
         self.opened: dict[tuple[int, int], _Open] = {}
+        self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.output_grads: dict[tuple[int, int], list[Tensor | None]] = {}
         self.is_sum = False
         own = program.order.events[stages_of(run).stage]
         self.num_left = sum(event.kind in ("backward", "backward_weight") for event in own)
         self.do |= {
-            "backward": self.backward, "receive_gradient": self.receive_gradient, "send_gradient": self.send_gradient,
+            "backward": self.backward, "backward_input": self.backward_input, "backward_weight": self.backward_weight,
+            "receive_gradient": self.receive_gradient, "send_gradient": self.send_gradient,
         }  # fmt: skip
 
     # --- forwards -------------------------------------------------------------------------------------------------
@@ -258,27 +263,35 @@ class _Training(Passes):
     def forward(self, event: Event) -> None:
         chunk, number = event.chunk, event.micro_batch
         grads: list[Tensor | None] = []
-        x = self._first(number) if chunk == 0 else self._attached(self.inputs.pop((chunk, number)), grads)
+        inputs: list[GradientEdge] = []
+        x = self._first(number) if chunk == 0 else self._attached(self.inputs.pop((chunk, number)), grads, inputs)
         kind = "train" if self.order.num_chunks == self.order.stages else f"chunk {chunk}"
         out, loss = parts.forward(self.run, self.window, partial(self._forward, chunk, number, x), kind=kind)
         forwards = self.window.work.forwards
         visits = {forwards.last_index: forwards.last.visits}
         if loss is not None:
             self.is_sum = loss[1] is not None
-            self.opened[chunk, number] = _Open(visits, [loss[0]], grads, (loss[0].detach(), loss[1]))
+            self.opened[chunk, number] = _Open(visits, [loss[0]], inputs, grads, (loss[0].detach(), loss[1]))
             return
         roots = [get_gradient_edge(x) for x in tensors_in(out) if x.requires_grad]  # the outputs themselves need not live
-        self.opened[chunk, number] = _Open(visits, roots, grads, None)
+        self.opened[chunk, number] = _Open(visits, roots, inputs, grads, None)
         self._hand_on(chunk, number, out)
 
-    def _attached(self, received: Received, grads: list[Tensor | None]) -> Any:
-        """The input of a chunk, with a graph that begins at its tensors that require a gradient; `grads` receives these."""
+    def _attached(self, received: Received, grads: list[Tensor | None], inputs: list[GradientEdge]) -> Any:
+        """The input of a chunk, whose graph begins at the tensors that require a gradient.
+
+        Args:
+            grads: will receive their gradients in the backward.
+            inputs: receives these tensors, as edges of the graph.
+        """
         wants = received.requires_grad
         if not any(wants):
             return received.filled(received.tensors)
         needed = [x for x, wanted in zip(received.tensors, wants, strict=True) if wanted]
         grads.extend(None for _ in needed)
-        attached = iter(_Border.apply(self.anchor, needed, grads))  # type: ignore[no-untyped-call]
+        of_border = _Border.apply(self.anchor, needed, grads)  # type: ignore[no-untyped-call]
+        inputs.extend(map(get_gradient_edge, of_border))
+        attached = iter(of_border)
         return received.filled(
             [next(attached) if wanted else x for x, wanted in zip(received.tensors, wants, strict=True)]
         )
@@ -312,6 +325,27 @@ class _Training(Passes):
             if roots:
                 torch.autograd.backward(roots, grads)
         self._return(chunk, number, opened)
+
+    def backward_input(self, event: Event) -> None:
+        """The part of a backward that the stage before waits for: the gradients of a chunk's inputs."""
+        chunk, number = event.chunk, event.micro_batch
+        opened = self.opened[chunk, number]
+        roots, grads = self._roots(chunk, number, opened)
+        if not (roots and opened.inputs):
+            self.waiting[chunk, number] = partial(torch.autograd.backward, roots, grads) if roots else lambda: None
+        else:
+            with parts.bound_to(self.run, self.window):
+                of_inputs, branching = backward_inputs(roots, grads, opened.inputs)
+            opened.input_grads[:] = of_inputs
+            self.waiting[chunk, number] = partial(backward_weights, branching)
+        self._return(chunk, number, opened)
+
+    def backward_weight(self, event: Event) -> None:
+        """The rest of a backward: the gradients of a chunk's weights."""
+        place = event.chunk, event.micro_batch
+        rest = self.waiting.pop(place)
+        with self._going_back(event.chunk, self.opened.pop(place)):
+            rest()
 
     def _roots(self, chunk: int, number: int, opened: _Open) -> tuple[list[Any], list[Any]]:
         """Where a backward begins, and the gradients there."""

@@ -171,7 +171,7 @@ def _forwards(order: PipeOrder, micro_batches: int) -> PipeOrder:
         [one[stage][0]._replace(micro_batch=i, chunk=chunk) for i in range(micro_batches) for chunk in own]
         for stage, own in enumerate(chunks)
     ]
-    transfers = with_transfers(events, order.stage_of)
+    transfers = with_transfers("forwards", events, order.stage_of)
     return PipeOrder("forwards", micro_batches, order.stage_of, transfers, (0,) * order.stages)
 
 

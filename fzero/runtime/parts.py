@@ -143,7 +143,7 @@ def forward(
     learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
     compares = _compares(run, kind)
-    with profiler_range("forward"), _bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
+    with profiler_range("forward"), bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
         result = function()
     learned.compared.add(kind)
     return result
@@ -209,7 +209,7 @@ def going_back(
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
-        _bound_to(run, window),
+        bound_to(run, window),
         work.backward(
             visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
@@ -228,7 +228,7 @@ def going_back(
 @contextmanager
 def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    with _bound_to(run, window), window.work.passing(loss, keeps=keeps):
+    with bound_to(run, window), window.work.passing(loss, keeps=keeps):
         yield
 
 
@@ -439,7 +439,7 @@ def _with_blocks(run: StepRuntime) -> Any:
 
 
 @contextmanager
-def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
+def bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window."""
     model, aliases = run.recipe.model, run.plan.aliases
     with (
