@@ -160,7 +160,9 @@ class LockstepRanks:
     def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
         """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
         states, of_ranks = self.states_of(state), unstacked(weights, self.world_size)
-        return self.joined(self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])), state)
+        return self.joined(
+            self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])), state
+        )
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
@@ -183,9 +185,10 @@ class LockstepRanks:
         """The state of each rank."""
         return unstacked(state, self.world_size)
 
-    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> Any:
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> TrainState[Tensor]:
         """The state of all ranks; `before` is the one that the step has taken."""
-        return stacked(states) if before is None else _restacked(before, states)
+        state: TrainState[Tensor] = stacked(states) if before is None else _restacked(before, states)
+        return state
 
     def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
         """Marks a state as donated if a rank has taken its part."""
@@ -399,7 +402,9 @@ def simulate(
         )
     if step.recipe.pipeline is not None:
         if by == "vmap" or compile is not None:
-            raise ValueError("simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'")
+            raise ValueError(
+                "simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'"
+            )
         return PipelineRanks(step.recipe, world_size, mesh=mesh)
     if by == "lockstep":
         if compile is not None:

@@ -146,7 +146,7 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (see docs/pipelines.md). `mesh` then has an axis `"pipe"`,
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` then has an axis `"pipe"`,
             the stages; `model` is a `PipelineModule` or an `nn.Sequential`; a micro-batch is (inputs, labels), of which the first
             stage reads the inputs and the last one the labels; and `loss_fn(outputs, labels)` takes the last layer's output.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import CollectiveError
 from fzero.comms.pending import abandon
 from fzero.comms.records import Label
-from fzero.pipeline.cut_backward import backward_inputs, backward_weights
+from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Mailbox, Message, Received, Route, tensors_in
 from fzero.pipeline.orders import PipeOrder
@@ -89,12 +89,16 @@ class PipelineProgram:
     def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
         """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
         passes, stages = self.outputs(run, state, micro_batches), stages_of(run)
-        own_A2 = torch.stack(passes.losses) if passes.losses else torch.zeros((len(micro_batches), 2), dtype=torch.float64)
+        own_A2 = (
+            torch.stack(passes.losses) if passes.losses else torch.zeros((len(micro_batches), 2), dtype=torch.float64)
+        )
         rows_A2 = collectives.stack(own_A2, stages.axis, label=_LOSSES)[-1]
         rows_M2 = collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
         return mean_of(rows_M2, is_sum=bool(rows_M2[0, 1] >= 0))[0].float()
 
-    def outputs(self, run: StepRuntime, state: State, micro_batches: list[Any], *, computes_loss: bool = True) -> Passes:
+    def outputs(
+        self, run: StepRuntime, state: State, micro_batches: list[Any], *, computes_loss: bool = True
+    ) -> Passes:
         """Runs forwards alone, in evaluation mode. On the last stage the result has the outputs and the losses of this rank."""
         modes = [(module, module.training) for module in self.model.modules()]
         try:
@@ -170,7 +174,11 @@ class Passes:
 
     def forward(self, event: Event) -> None:
         chunk, number = event.chunk, event.micro_batch
-        x = self._first(number) if chunk == 0 else self.inputs[chunk, number].filled(self.inputs.pop((chunk, number)).tensors)
+        x = (
+            self._first(number)
+            if chunk == 0
+            else self.inputs[chunk, number].filled(self.inputs.pop((chunk, number)).tensors)
+        )
         out, loss = self._forward(chunk, number, x)
         if chunk < self.last_chunk:
             self._hand_on(chunk, number, out)
@@ -273,7 +281,9 @@ class _Training(Passes):
             self.is_sum = loss[1] is not None
             self.opened[chunk, number] = _Open(visits, [loss[0]], inputs, grads, (loss[0].detach(), loss[1]))
             return
-        roots = [get_gradient_edge(x) for x in tensors_in(out) if x.requires_grad]  # the outputs themselves need not live
+        roots = [
+            get_gradient_edge(x) for x in tensors_in(out) if x.requires_grad
+        ]  # the outputs themselves need not live
         self.opened[chunk, number] = _Open(visits, roots, inputs, grads, None)
         self._hand_on(chunk, number, out)
 
@@ -306,7 +316,9 @@ class _Training(Passes):
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
         moves = run.checkpointing.moves
-        return Site(name, block, slots, run.learned.moving_buffers, moves, self.window.work.recomputing, self.anchor.detach())
+        return Site(
+            name, block, slots, run.learned.moving_buffers, moves, self.window.work.recomputing, self.anchor.detach()
+        )
 
     # --- backwards ------------------------------------------------------------------------------------------------
 
@@ -335,9 +347,7 @@ class _Training(Passes):
             self.waiting[chunk, number] = partial(torch.autograd.backward, roots, grads) if roots else lambda: None
         else:
             with parts.bound_to(self.run, self.window):
-                of_inputs, branching = backward_inputs(roots, grads, opened.inputs)
-            opened.input_grads[:] = of_inputs
-            self.waiting[chunk, number] = partial(backward_weights, branching)
+                opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
         self._return(chunk, number, opened)
 
     def backward_weight(self, event: Event) -> None:

@@ -28,7 +28,7 @@ FIRST = 4096
 """The bytes of the first message of a route."""
 _ALIGNED = 64
 _NUM_SIZES = 8
-"""The 64-bit numbers at the start of a block: bytes of the message, bytes of its form, number of the micro-batch; the rest is 0."""
+"""The 64-bit numbers at the start of a block: bytes of the message, bytes of its form, number of the micro-batch; then zeros."""
 
 
 class Route(NamedTuple):
@@ -134,8 +134,10 @@ class Mailbox:
         block = torch.empty(usual if fits else nbytes, dtype=torch.uint8, device=self.device)
         sizes = [nbytes, len(packed), message.micro_batch, *[0] * (_NUM_SIZES - 3)]
         block[: 8 * _NUM_SIZES].view(torch.int64).copy_(torch.tensor(sizes))
-        block[8 * _NUM_SIZES : 8 * _NUM_SIZES + len(packed)].copy_(torch.frombuffer(bytearray(packed), dtype=torch.uint8))
-        for x, one, target in zip(tensors, form[1], _tensors_in(block, start, form[1]), strict=True):
+        block[8 * _NUM_SIZES : 8 * _NUM_SIZES + len(packed)].copy_(
+            torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        )
+        for x, target in zip(tensors, _tensors_in(block, start, form[1]), strict=True):
             target.copy_(x.detach())
         label = message.label("to")
         if not fits:

@@ -11,7 +11,6 @@ import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Self
 
 import torch
@@ -79,7 +78,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func, self.checkpointable_layers = activation_checkpoint_func, checkpointable_layers
         # In a tuple, so that modules among them are no submodules of this one.
         self._layer_specs: tuple[Layer, ...] = _checked(layers)
-        self.tied: Mapping[str, Tied] = MappingProxyType(_tied(self._layer_specs))
+        self.tied: Mapping[str, Tied] = _tied(self._layer_specs)
         self._partition_method = partition_method
         self._grid: PipelineParallelGrid | None = None
         self.stage_id: int | None = None

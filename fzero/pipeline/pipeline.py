@@ -81,7 +81,7 @@ class Pipeline:
         order = plan_order(self.order, num_stages, num_micro_batches)
         model = _module_of(recipe.model, num_stages)
         bounds = tuple(model.partition(order.num_chunks, self.partition))
-        axis, inner = along(world, mesh, PIPE), along(world, mesh, DATA)
+        axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         chunks = order.chunks_of(axis.rank)
         layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
         own = replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
@@ -196,17 +196,17 @@ def _checked_mesh(world: Bound | AbstractAxis) -> Mesh:
 def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     """Raises where the arguments of a step do not fit a pipeline."""
     cfg, num_micro_batches = recipe.cfg, recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
-    stage = cfg.zero_optimization.stage
+    stage, m = cfg.zero_optimization.stage, num_micro_batches
     if stage == 2:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 2; each of its {num_micro_batches} micro-batches would "
-            f"reduce the gradients of a stage, {num_micro_batches} reductions in place of one; set stage to 1"
+            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
+            f"gradients of a stage, {m} reductions in place of one; set stage to 1"
         )
     if stage == 3:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; each of its {num_micro_batches} micro-batches would "
-            f"gather the parameters of a stage twice and reduce its gradients, {3 * num_micro_batches} transfers in place of 3; set "
-            f"stage to 1, which also divides the parameters among the stages"
+            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; each of its {m} micro-batches would gather the "
+            f"parameters of a stage twice and reduce its gradients, {3 * m} transfers in place of 3; set stage to 1 (the "
+            f"parameters are divided among the stages)"
         )
     refused = {
         "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
@@ -233,16 +233,17 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
 
 def _module_of(model: nn.Module, num_stages: int) -> PipelineModule:
     """The description of a model."""
-    found = PipelineModule.of(model)
+    found = PipelineModule.of(model)  # type: ignore[arg-type]  # which it checks
     if found is model and found.num_stages != num_stages:
         raise ValueError(
-            f"mesh: its axis 'pipe' must have the {found.num_stages} stages of the PipelineModule, got {num_stages}; make both the "
-            f"same"
+            f"mesh: its axis 'pipe' must have the {found.num_stages} stages of the PipelineModule, got {num_stages}; give both "
+            f"the same number"
         )
     loss_fn = found.loss_fn
     if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
         raise ValueError(
-            f"loss_fn: must have no parameters, got {type(loss_fn).__name__} with some; make it the last layer, and leave loss_fn out"
+            f"loss_fn: must have no parameters, got {type(loss_fn).__name__} with some; make it the last layer, and leave "
+            f"loss_fn out"
         )
     return found
 
@@ -261,5 +262,8 @@ def _check_groups(recipe: StepSpec, layers: StageLayers, axis: Bound) -> None:
 
 
 def _name_of(layer: Any) -> str:
-    return repr(layer) if not callable(layer) or isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
-
+    return (
+        repr(layer)
+        if not callable(layer) or isinstance(layer, nn.Module)
+        else getattr(layer, "__name__", type(layer).__name__)
+    )

@@ -1,4 +1,4 @@
-"""Keyed random numbers: each layer draws from a generator whose seed is made of the step's, the layer's and the micro-batch's number."""
+"""Keyed random numbers: a layer draws under a seed that is made of the numbers of the step, the layer and the micro-batch."""
 
 from __future__ import annotations
 

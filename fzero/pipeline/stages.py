@@ -48,7 +48,7 @@ class Stages:
     Attributes:
         world: all ranks of the job.
         axis: the ranks with the same place in the other axes, one for each stage.
-        bounds: the layers of each stage, in words.
+        members: each rank with its stage, in words.
         buffers: the flat buffers that have a part in the norm: (stage, place among its stage's), in the order of the layers; a
             tied one is named for its lowest stage.
         most: the most such buffers of one stage.
@@ -216,10 +216,12 @@ class Stages:
         """
         forms = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in own.items()}
         found: dict[str, Tensor] = {}
+        sent: set[str] = set()  # copies of tied layers are equal: the lowest stage sends them
         for stage, theirs in enumerate(collectives.exchange(forms, self.axis, label=Label("gather"))):
             for name, (shape, dtype) in theirs.items():
-                if name in found:
+                if name in sent:
                     continue
+                sent.add(name)
                 x = own[name].contiguous() if stage == self.stage else torch.empty(shape, dtype=getattr(torch, dtype))
                 collectives.broadcast(x, self.axis, source=stage, label=Label("gather", name))
                 if keep:

@@ -72,7 +72,9 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
-    micro_batches = list(run.batches.split(batch)) if run.stages is None else run.stages.micro_batches(run, state, batch)
+    micro_batches = (
+        list(run.batches.split(batch)) if run.stages is None else run.stages.micro_batches(run, state, batch)
+    )
     _enter(run)
     return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
 

@@ -55,6 +55,8 @@ class Program(Protocol):
 class Stages(Protocol):
     """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
 
+    @property
+    def is_first(self) -> bool: ...
     def micro_batches(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> list[Any]:
         """This rank's micro-batches, once all ranks have theirs."""
         ...
