@@ -122,7 +122,7 @@ def _stages(
         holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
         keys = tuple(b.key for b in run.plan.flat_buffers if _module_in(b.layout.names[0]) == f"tied_modules.{key}")
         if len(holders) > 1 and axis.rank in holders:
-            ties.append(Tie(keys, holders))
+            ties.append(Tie(f"tied_modules.{key}", keys, holders))
     mesh = _checked_mesh(world)
     members = [f"pipeline stage {mesh.coordinate(rank)[PIPE]} (rank {rank})" for rank in range(world.size)]
 
@@ -223,6 +223,12 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     if cfg.precision.stochastic_rounding:
         raise ConfigError(
             "stochastic rounding: must be off with a pipeline, whose stages would draw the same numbers, got it on"
+        )
+    offloads = (cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param)
+    if any(block is not None and block.device == "nvme" for block in offloads):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' with a pipeline, got 'nvme'; keep the state in "
+            "host memory"
         )
     if recipe.device.type != "cpu":
         raise ValueError(

@@ -33,10 +33,12 @@ class Tie:
     """The stages that hold a copy of a tied layer.
 
     Attributes:
+        unit: its name, `tied_modules.<key>`.
         keys: its flat buffers.
         holders: the stages, from the lowest.
     """
 
+    unit: str
     keys: tuple[str, ...]
     holders: tuple[int, ...]
 
@@ -227,6 +229,16 @@ class Stages:
                 if keep:
                     found[name] = x
         return dict(sorted(found.items(), key=lambda item: self.names.index(item[0])))
+
+    def stores(self, tensor: str) -> bool:
+        """Whether this stage stores a tensor of the state in checkpoints.
+
+        The lowest stage that holds a tied layer stores it, and the first stage the tensors of each rank along "data".
+        """
+        if tensor.startswith(("state.rng", "state.hook_states")):
+            return self.is_first
+        copies = [tie.unit for tie in self.ties if tie.holders[0] != self.stage]
+        return not any(f"{unit}{end}" in tensor for unit in copies for end in "./")
 
     def explained(self, error: CollectiveError) -> CollectiveError:
         """The error with the stages of the ranks."""

@@ -56,7 +56,15 @@ class Stages(Protocol):
     """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
 
     @property
+    def world(self) -> Bound: ...
+    @property
     def is_first(self) -> bool: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def stores(self, tensor: str, /) -> bool:
+        """Whether this stage stores a tensor of the state in checkpoints. (Others may hold the same.)"""
+        ...
+
     def micro_batches(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> list[Any]:
         """This rank's micro-batches, once all ranks have theirs."""
         ...
@@ -229,6 +237,21 @@ class StepRuntime:
                 f"plan, specs, trace and explain, so leave mesh out under torchrun"
             )
         return self.bound
+
+    @property
+    def world(self) -> Bound:
+        """All ranks of the job, also those of other pipeline stages."""
+        return self.mesh.world if self.stages is None else self.stages.world
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the plan."""
+        return self.ranks.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors of the model's other stages, if there are any, and of this one."""
+        return () if self.stages is None else self.stages.names
 
     @property
     def autocast(self) -> torch.dtype | None:
