@@ -153,6 +153,7 @@ class ForwardBackward:
         is_last: bool = True,
         keeps: bool = False,
         check: Callable[[Tensor], None] | None = None,
+        needs_grads: bool = True,
     ) -> Iterator[list[Tensor]]:
         """Inside, a backward of autograd adds its gradients to `grads`. *Collective:* every rank; in stage 3 gathers again.
 
@@ -164,6 +165,7 @@ class ForwardBackward:
             is_last: whether this is the last backward before the update; only then are full gradients reduced.
             keeps: whether the graph is retained for another backward.
             check: checks the rows before any other collective, if the order of collectives may differ between ranks.
+            needs_grads: whether it is an error if no trained parameter gets a gradient. (A pipeline stage may have none.)
 
         Yields:
             A list that receives, at the end, every rank's row in rank order.
@@ -183,7 +185,9 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if not self._reductions.has_come:  # an update without gradients would still apply weight decay
+            if (
+                needs_grads and not self._reductions.has_come
+            ):  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
             self._forget_leaves()
             self._gathers.check_full()
