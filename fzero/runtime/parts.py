@@ -388,17 +388,22 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
-    *Collective* in stage 3: every rank calls the model equally often.
+    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
+
+    Args:
+        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
+            the model another number of times on another rank, or each time.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
+    orders = learned.orders if learns else None
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers
+        run.plan, run.mesh, state.params, None, orders, transfer, seen=seen, answers=learned.answers
     )
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
