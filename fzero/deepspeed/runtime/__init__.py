@@ -7,9 +7,11 @@ from fzero.deepspeed.runtime import (
     base_optimizer,
     config,
     config_utils,
+    data_pipeline,
     dataloader,
     engine,
     lr_schedules,
+    progressive_layer_drop,
     utils,
     zero,
 )
@@ -19,9 +21,11 @@ __all__ = [
     "base_optimizer",
     "config",
     "config_utils",
+    "data_pipeline",
     "dataloader",
     "engine",
     "lr_schedules",
+    "progressive_layer_drop",
     "utils",
     "zero",
 ]
