@@ -24,6 +24,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch.autograd import profiler
 
+_NO_RANGE = nullcontext()
+
 
 def is_recording() -> bool:
     """Whether a trace is recorded. False in compiled code, which has ranges of its kernels."""
@@ -37,4 +39,4 @@ def profiler_range(verb: str, what: object = "") -> AbstractContextManager[objec
     ...     torch.zeros(2).tolist()
     [0.0, 0.0]
     """
-    return profiler.record_function(f"fzero::{verb} {what}".rstrip()) if is_recording() else nullcontext()
+    return profiler.record_function(f"fzero::{verb} {what}".rstrip()) if is_recording() else _NO_RANGE

@@ -292,8 +292,11 @@ def _adam(
         states: Sequence[AdamState[Tensor]],
         found_inf: Tensor | None = None,
     ) -> list[AdamState[Tensor]]:
-        for state in states:
-            state.step.add_(1 if found_inf is None else 1 - found_inf)
+        if found_inf is None and not is_traced():
+            torch._foreach_add_([state.step for state in states], 1)
+        else:
+            for state in states:
+                state.step.add_(1 if found_inf is None else 1 - found_inf)
         full = [(grad, x, *state) for grad, x, state in zip(grads, params, states, strict=True) if x.numel()]
         if is_traced():
             for grad, param, *leaves in full:

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.common.profiler_ranges import profiler_range
+from fzero.common.profiler_ranges import is_recording, profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
@@ -101,7 +101,7 @@ class ForwardBackward:
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range: AbstractContextManager[object] = nullcontext()  # in a trace, the range of the unit being visited
+        self._range: AbstractContextManager[object] | None = None  # in a trace, the range of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -284,8 +284,9 @@ class ForwardBackward:
         self._end_range()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
-        self._range = profiler_range("unit", unit.name) if self._events.in_forward else nullcontext()
-        self._range.__enter__()
+        if self._events.in_forward and is_recording():
+            self._range = profiler_range("unit", unit.name)
+            self._range.__enter__()
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
@@ -295,8 +296,9 @@ class ForwardBackward:
         return present
 
     def _end_range(self) -> None:
-        range_, self._range = self._range, nullcontext()
-        range_.__exit__(None, None, None)
+        range_, self._range = self._range, None
+        if range_ is not None:
+            range_.__exit__(None, None, None)
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is there."""
@@ -342,18 +344,18 @@ class ForwardBackward:
                 if not name or grad is None:
                     continue
                 if name not in self._seen.is_on:
-                    self._add(name, grad)
+                    self._add(name, grad, unit)
                     continue
                 for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
-                    self._add(own, part)
+                    home, buffer = self.plan.homes[own]
+                    if buffer.trainable:
+                        self._add(own, part, home.name)
 
-    def _add(self, name: str, grad: Tensor) -> None:
-        unit, buffer = self.plan.homes[name]
-        if buffer.trainable:
-            if not self._reductions.has_begun(unit.name, buffer.key):
-                self._events.ask("collect", unit.name, buffer.key)
-            self._reductions.add(name, grad, unit.name, buffer)
-            self.forwards.used.add(name)
+    def _add(self, name: str, grad: Tensor, unit: str) -> None:
+        if not self._reductions.has_begun(unit, name):
+            self._events.ask("collect", unit, self.plan.homes[name][1].key)
+        self._reductions.add(name, grad, unit)
+        self.forwards.used.add(name)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
