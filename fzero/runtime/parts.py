@@ -126,8 +126,8 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state), answers=learned.answers,
+        run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
+        seen=seen_params(run, state),
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -401,10 +401,8 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    orders = learned.orders if learns else None
-    work = ForwardBackward(
-        run.plan, run.mesh, state.params, None, orders, transfer, seen=seen, answers=learned.answers
-    )
+    known = learned if learns else learned.negotiating()
+    work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
