@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -40,6 +40,14 @@ from sharding import Mesh
 if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
+
+
+class Pipelined(Protocol):
+    """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+
+    def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
+        """The `StepRuntime` of this rank's stage."""
+        ...
 
 
 class MismatchError(ValueError):
@@ -78,6 +86,10 @@ class StepSpec:
     """What modules see of compressed parameters."""
     drop: TokenDropping | None = None
     """The layers that see a part of the tokens."""
+    pipeline: Pipelined | None = None
+    """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
+    is_stage: bool = False
+    """Whether `model` is one stage of a pipeline."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -103,7 +115,7 @@ class StepSpec:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_hook=self.gather_hook, reduce_hook=self.reduce_hook,
-            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order,
+            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order, is_stage=self.is_stage,
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:
@@ -268,10 +280,15 @@ class StepSpec:
         tensors = self.model.state_dict(keep_vars=True)
         return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
 
+    @property
+    def fingerprint_of_config(self) -> dict[str, str]:
+        """The values of the configuration, as text, by dotted name."""
+        return _dotted(self.cfg.model_dump())
+
     def fingerprint(self, the_plan: Plan) -> dict[str, dict[str, str]]:
         """The values that must be the same on all ranks, by subject and name."""
         return {
-            "configuration": _dotted(self.cfg.model_dump()),
+            "configuration": self.fingerprint_of_config,
             "parameters": {
                 n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
                 for n, p in self.model.named_parameters()
