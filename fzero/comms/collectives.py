@@ -397,6 +397,25 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
     return [int(store.get(key)) for key in keys]
 
 
+def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+    """Starts to send `x` to the rank `target` of an axis, which calls `start_receive`. `x` must not change until the end.
+
+    Messages between two ranks arrive in the order in which they were sent. Sends the elements of `x`.
+    """
+    if axis.observe is not None:  # not counted in `HERE`: the number of messages differs between ranks
+        axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
+    return Pending(label, _swap({}, {target: x}, axis), None, x)
+
+
+def start_receive(x: Tensor, source: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+    """Starts to write into `x` the next message that the rank `source` of an axis sends, of the same size."""
+    if isinstance(axis, LockstepAxis):
+        return Pending(label, _post({source: x}, {}, axis), None, x)
+    with explained(label):
+        work = dist.irecv(x, axis.global_rank(source), group=axis.group)
+    return Pending(label, [work] if work is not None else (), None, x)
+
+
 def swap(
     received: Sequence[tuple[int, Tensor]],
     sent: Sequence[tuple[int, Tensor]],

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 Purpose = Literal[
     "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree",
-    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "other",
+    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "stages", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "boundary", "backward", "update"]
 
@@ -33,6 +33,7 @@ PURPOSES: dict[Purpose, str] = {
     "reshard": "reshard",
     "files": "check of the files of all ranks",
     "save": "save or load",
+    "stages": "message between pipeline stages",
     "other": "collective",
 }
 """The names of the purposes in error messages and tables."""

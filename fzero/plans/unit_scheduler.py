@@ -17,11 +17,12 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
+| forward, backward, … | events of a pipeline's stages, between which those of units lie (`fzero.pipeline.orders`) |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
-checker needs a line if the event holds memory. If ranks must agree on it (a pipeline's send or receive), its name goes into
-`AGREED` too, and `_issue` starts it. A request that causes it (a pipeline's next forward) is a method that returns a tuple.
+checker needs a line if the event holds memory. If all ranks must agree on it, its name goes into `AGREED` too, and `_issue`
+starts it. A request that causes it is a method that returns a tuple.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class UnitScheduler:
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run = _Run(order, len(self.executed))
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
 
     def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""

@@ -69,8 +69,8 @@ class Sequencer:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
-        for kind, name in events:
-            EXECUTORS[kind](self, name)
+        for event in events:
+            EXECUTORS[event.kind](self, event.unit)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
