@@ -35,6 +35,7 @@ PACKAGES = {
     "fzero.testing": "laws for your own parts",
     "fzero.compression": "quantization, pruning, layer reduction",
     "fzero.attention": "block-sparse attention",
+    "fzero.data": "curricula, samplers, dropped tokens",
     "fzero.integrations.transformers": "transformers' Trainer",
     "fzero.config": "the configuration as a value",
     "fzero.plans": "the plan of a step",
