@@ -79,7 +79,8 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
     made = planner()
     found = made.planned(3, 3, micro_batches=4)
     other = made.planned(3, 3, micro_batches=4, bounds=[0, 7, 8, 10])
-    assert found.timeline.seconds < other.timeline.seconds
+    slowest = [max(map(one.timeline.busy, range(3))) for one in (found, other)]  # messages take most of the time here
+    assert slowest[0] < slowest[1]
     assert other.bounds == (0, 7, 8, 10)
 
 
