@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         compare_plans as compare_plans,
     )
     from fzero.estimation.fitting import Fit as Fit, fit as fit
+    from fzero.estimation.generation import Answers as Answers
     from fzero.estimation.pipeline_layers import estimate_layers as estimate_layers
     from fzero.estimation.pipelines import PipelinePlan as PipelinePlan, plan_pipeline as plan_pipeline
 else:
@@ -22,6 +23,7 @@ else:
         {
             "compare": "Candidate Comparison compare_plans",
             "fitting": "Fit fit",
+            "generation": "Answers",
             "pipeline_layers": "estimate_layers",
             "pipelines": "PipelinePlan plan_pipeline",
         },
