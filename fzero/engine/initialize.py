@@ -19,10 +19,12 @@ from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.files import read
+from fzero.data.loader import CurriculumLoader
 from fzero.engine import config_keys as engine_keys
 from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
-from fzero.engine.dataloader import ResumableLoader
+from fzero.engine.data_efficiency import sampler_of
+from fzero.engine.dataloader import ResumableLoader, check_indexed
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.runtime.activation_checkpointing import Choice
@@ -52,7 +54,7 @@ def initialize(
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
     seed: int = 0,
-) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, Any]:
+) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | CurriculumLoader | None, Any]:
     """DeepSpeed's entry point: an engine that trains a model under a configuration.
 
     *Collective:* every rank of the job; initialises the process group if necessary.
@@ -183,17 +185,29 @@ def check_may_join(required: bool | None) -> None:
 
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
-) -> ResumableLoader:
-    micro = step.recipe.cfg.batch_sizes(step.world_size).micro
+) -> ResumableLoader | CurriculumLoader:
+    cfg = step.recipe.cfg
+    _, micro, num_micro = cfg.batch_sizes(step.world_size)
     if micro is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
             "is given; give one"
         )
-    return ResumableLoader(
-        data, batch_size=micro, rank=step.rank, world_size=step.world_size, collate_fn=collate_fn,
-        drop_last=bool(keys.dataloader_drop_last), pin_memory=step.device.type == "cuda",
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "batch_size": micro,
+        "rank": step.rank,
+        "world_size": step.world_size,
+        "collate_fn": collate_fn,
+    }
+    if cfg.data_efficiency.samples:
+        check_indexed(data)
+        sampling = cfg.data_efficiency.data_sampling
+        return CurriculumLoader(
+            data, sampler_of(cfg, len(data)), num_micro=num_micro, num_epochs=sampling.num_epochs,  # type: ignore[arg-type]
+            num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
+        )  # fmt: skip
+    drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
+    return ResumableLoader(data, drop_last=drop_last, pin_memory=pin_memory, **how)
 
 
 def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Module:

@@ -78,6 +78,7 @@ class PipelineModule(nn.Module):
         self.activation_checkpoint_func, self.checkpointable_layers = activation_checkpoint_func, checkpointable_layers
         # In a tuple, so that modules among them are no submodules of this one.
         self._layer_specs: tuple[Layer, ...] = _checked(layers)
+        self._num_layers = len(self._layer_specs)
         self.tied: Mapping[str, Tied] = _tied(self._layer_specs)
         self._partition_method = partition_method
         self._grid: PipelineParallelGrid | None = None
@@ -88,6 +89,7 @@ class PipelineModule(nn.Module):
         self.parts: list[int] = []
         self._local_start, self._local_stop = 0, len(self._layer_specs)
         self._partition_layers(method=partition_method)
+        self._check_shared(self.parts)
         self._own: StageLayers | None = None
         if self._grid is not None:
             self._build()

@@ -208,7 +208,7 @@ def interleaved(num_chunks: int) -> Callable[[int, int], PipeOrder]:
     begins with 2(p - s - 1) + (v - 1) · (first round) forwards, then alternates.
 
     Args:
-        num_chunks: v, the chunks of each stage.
+        num_chunks: v, the chunks of each stage; with one it is `one_f_one_b`.
 
     >>> print(interleaved(2)(2, 2))
     interleaved by 2, 2 stages, 2 micro-batches
@@ -216,6 +216,8 @@ def interleaved(num_chunks: int) -> Callable[[int, int], PipeOrder]:
     stage 1, 3 in flight: F0.1 F1.1 F0.3 B0.3 F1.3 B1.3 B0.1 B1.1
     """
     check_at_least("interleaved", "num_chunks", num_chunks, 1)
+    if num_chunks == 1:
+        return one_f_one_b
 
     def order(stages: int, micro_batches: int) -> PipeOrder:
         _check(stages, micro_batches)
@@ -281,8 +283,8 @@ ORDERS: dict[str, Order] = {"gpipe": gpipe, "1f1b": one_f_one_b, "zero_bubble": 
 def named_order(name: str) -> Order:
     """The order of a name.
 
-    >>> print(named_order("interleaved:2")(1, 1).name)
-    interleaved by 2
+    >>> named_order("interleaved:2")(1, 1).name
+    'interleaved by 2'
     """
     known = name.lower().replace("-", "_")
     if known in ORDERS:

@@ -70,6 +70,8 @@ class Plan:
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
+        flat_buffers: those of all units.
+        homes: the unit and the flat buffer of each parameter.
     """
 
     stage: int
@@ -89,8 +91,13 @@ class Plan:
     comm_hooks: CommHooks = field(default_factory=CommHooks, repr=False, compare=False)
     streaming: Streaming = field(default_factory=Streaming, repr=False, compare=False)
     unit_rules: UnitRules = field(init=False, repr=False, compare=False)
+    flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
+    homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers))
+        homes = {name: (unit, buffer) for unit in self.units for buffer in unit.buffers for name in buffer.layout.names}
+        object.__setattr__(self, "homes", homes)
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
         units = {u.name: UnitRule.of(u, self.mesh, num_shards=num_shards, hook_states=states) for u in self.units}
         rules = UnitRules(
@@ -131,10 +138,6 @@ class Plan:
         """
         order = Sharded(*self.axes, *self.replicate_axes)
         return tuple(sorted(range(self.world_size), key=lambda rank: self.mesh.shard_of(rank, order)))
-
-    @property
-    def flat_buffers(self) -> tuple[FlatParamPlan, ...]:
-        return tuple(buffer for unit in self.units for buffer in unit.buffers)
 
     @property
     def padding(self) -> int:

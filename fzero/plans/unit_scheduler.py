@@ -28,7 +28,7 @@ starts it. A request that causes it is a method that returns a tuple.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -99,7 +99,7 @@ class UnitScheduler:
         """A run begins: it follows an order, or negotiates one."""
         self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
 
-    def begin_forward(self, *, is_first: bool) -> tuple[Event, ...]:
+    def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""
         self.in_forward = True
         if is_first:
@@ -107,7 +107,7 @@ class UnitScheduler:
             self._entered.clear()  # a unit of the last micro-step may be skipped in this one
         return self.release()
 
-    def begin_backward(self, *, is_last: bool, visits: Mapping[str, int] = {}) -> None:
+    def begin_backward(self, is_last: bool, visits: Iterable[tuple[str, int]] = ()) -> None:
         """The run is a backward.
 
         Args:
@@ -115,9 +115,9 @@ class UnitScheduler:
             visits: by unit, the number of visits in the forwards that this backward ends. A unit that is not listed is complete
                 after its first `end_visit`.
         """
-        self._is_last, self._open_visits = is_last, Counter(visits)
+        self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
-        self._entered.update(unit for unit, num_visits in visits.items() if num_visits)
+        self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
         """The order that later runs follow, made from the run that ended, and whether that run has all blocks (`is_whole`)."""

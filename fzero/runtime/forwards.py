@@ -30,11 +30,6 @@ class Forward:
     visits: Counter[str] = field(default_factory=Counter)
     roots: list[Any] = field(default_factory=list)
 
-    def add(self, root: Tensor | None) -> None:
-        """Records the output of the `UnitRoot` of a visit; without gradients there is no node."""
-        if root is not None and root.grad_fn is not None:
-            self.roots.append(root.grad_fn)
-
 
 class Forwards:
     """The forwards since the last update, and how many backwards went through them.

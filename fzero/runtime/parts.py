@@ -28,7 +28,7 @@ from fzero.runtime.autograd_nodes import Visits, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
-from fzero.runtime.module_binding import bound, is_bound, random_state
+from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
 from fzero.runtime.own_params import OwnGrads
@@ -126,7 +126,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
         run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state),
+        seen=seen_params(run, state), answers=learned.answers,
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -391,10 +391,12 @@ def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    work = ForwardBackward(run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen)
+    work = ForwardBackward(
+        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers
+    )
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
-        bound(run.recipe.model, run.plan.aliases, work.fetch, buffers),
+        run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
@@ -445,7 +447,7 @@ def bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window."""
     model, aliases = run.recipe.model, run.plan.aliases
     with (
-        bound(model, aliases, window.work.fetch, window.buffers),
+        run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
         _with_blocks(run),
         run.checkpointing.applied(

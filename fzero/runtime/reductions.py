@@ -99,13 +99,19 @@ class Reductions:
 
     # --- collecting ----------------------------------------------------------------------------------------------
 
+    def has_begun(self, unit: str, key: str) -> bool:
+        """Whether gradients of a flat buffer are being collected."""
+        return key in self._filling[unit].flats
+
     def add(self, name: str, grad: Tensor, unit: str, buffer: FlatParamPlan) -> None:
         """Adds the gradient of a parameter to the flat gradient of its unit."""
         self.has_come = True
-        grad = grad.to_dense() if grad.layout != torch.strided else grad
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
         filling = self._filling[unit]
         start, stop = buffer.layout.bounds(name)
-        target = filling.flats[buffer.key][start:stop].view(grad.shape)
+        target = filling.flats[buffer.key][start:stop]
+        target = target if grad.dim() == 1 else target.view(grad.shape)
         if grad.dtype != target.dtype:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
@@ -142,7 +148,7 @@ class Reductions:
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the reductions of a unit, with zeros for gradients that were not written. *Collective:* every rank."""
-        filling = self._filling.pop(unit.name, _Filling())
+        filling = self._filling.pop(unit.name, None) or _Filling()
         started = []
         for buffer in unit.buffers:
             if buffer.trainable:
@@ -163,10 +169,11 @@ class Reductions:
 
     def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
         """Starts to reduce a gradient over all ranks; the result is all of it (P) in stage 0, else this rank's shard (S)."""
+        send_dtype = torch_dtype(buffer.flow.send_dtype)
+        flat_P = flat_P if flat_P.dtype == send_dtype else flat_P.to(send_dtype)
         reduce = partial(
-            start_reduce_scatter_grads, flat_P.to(torch_dtype(buffer.flow.send_dtype)), buffer, self._mesh,
-            self._plan.comm_hooks, states=self.hook_states.get(buffer.key, {}), is_last=self._is_last,
-            label=Label("reduce", buffer.key, phase),
+            start_reduce_scatter_grads, flat_P, buffer, self._mesh, self._plan.comm_hooks,
+            states=self.hook_states.get(buffer.key, {}), is_last=self._is_last, label=Label("reduce", buffer.key, phase),
         )  # fmt: skip
         if buffer.flow.reduces_to == "full":
             return reduce()
@@ -222,9 +229,10 @@ class Reductions:
 
 def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
     """Zeros the padding and the gradients of parameters that were not written."""
-    for name in buffer.layout.names:
+    layout = buffer.layout
+    for name in layout.names if not written.issuperset(layout.names) else ():
         if name not in written:
-            start, stop = buffer.layout.bounds(name)
+            start, stop = layout.bounds(name)
             flat_P[start:stop].zero_()
-    if flat_P.numel() > buffer.layout.numel:
-        flat_P[buffer.layout.numel :].zero_()
+    if layout.partition.padding:
+        flat_P[layout.numel :].zero_()

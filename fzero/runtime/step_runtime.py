@@ -29,6 +29,7 @@ from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
+from fzero.runtime.module_binding import Binding
 from fzero.runtime.offload import Offload
 from fzero.runtime.state_form import StateForm
 from fzero.runtime.step_spec import StepSpec, check_same
@@ -263,6 +264,11 @@ class StepRuntime:
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and module buffers, and of tensors with another name in `state_dict`."""
         return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
+
+    @cached_property
+    def binding(self) -> Binding:
+        """Binds the model to the tensors of a state."""
+        return Binding(self.recipe.model, self.plan.aliases)
 
     # --- states ----------------------------------------------------------------------------------------------------
 
