@@ -41,6 +41,7 @@ from fzero.runtime.loss import LossFn
 from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
+from fzero.runtime.token_dropping import noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
 from sharding import Mesh
@@ -166,7 +167,8 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed), pipeline=_pipeline(pipeline, mesh),
+        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model),
+        pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
@@ -472,7 +474,9 @@ def _with_program(run: StepRuntime) -> StepRuntime:
     if run.recipe.compile == "block":
         from fzero.graph.blocks import CompiledBlocks
 
-        run = replace(run, blocks=CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend))
+        num_lengths = len(run.recipe.drop.lengths) if run.recipe.drop is not None else 0
+        blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
+        run = replace(run, blocks=blocks)
     return replace(run, runs=parts.forward_backward)
 
 

@@ -64,7 +64,8 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         step: to continue with, of the same model.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, it is incomplete, has a newer format, or differs from the bytes
+        NoCheckpointError: on every rank: no save to `dir` was ever completed. It is a CheckpointError.
+        CheckpointError: on every rank: the checkpoint is incomplete, has a newer format, or differs from the bytes
             written (the message has file and tensor).
         ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
         CollectiveError: another rank died, or does not take part.

@@ -52,7 +52,7 @@ INSTEAD = {
     "deepspeed.runtime": "the configuration and the engine do what it is for, where fzero does it (docs/deepspeed.md)",
     "deepspeed.runtime.activation_checkpointing": "use deepspeed.checkpointing.checkpoint",
     "deepspeed.runtime.checkpoint_engine": "use engine.save_checkpoint, or fzero.start_save in the background",
-    "deepspeed.runtime.data_pipeline": "choose the batches in the script's own loader",
+    "deepspeed.runtime.data_pipeline": "use fzero.data, or the blocks of the configuration (docs/data.md)",
     "deepspeed.runtime.domino": DATA_PARALLEL,
     "deepspeed.runtime.fp16": 'use the block "fp16" of the configuration, and the names of optimizers in "optimizer"',
     "deepspeed.runtime.hybrid_engine": "engine.module.generate generates between updates, on the engine of deepspeed.initialize",

@@ -36,6 +36,7 @@ from fzero.plans.stages import STAGES
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Replicated, Sharded, TensorSpec, declaration, round_robin
+from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
 
@@ -194,6 +195,12 @@ class Plan:
         return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
     # --- comm hooks ---
+
+    @property
+    def copy_nbytes(self) -> int:
+        """The bytes of all divided parameters in full, padding included: the copy that `fzero.generating` gathers."""
+        divided = [buffer for buffer in self.flat_buffers if not isinstance(buffer.params.spec, Replicated)]
+        return sum(buffer.padded_numel * itemsize(buffer.dtypes.param) for buffer in divided)
 
     @property
     def hook_states(self) -> dict[str, dict[str, Any]]:

@@ -149,9 +149,7 @@ class GivenParams:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, leaves)
 
-    def _leaves(
-        self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work
-    ) -> dict[str, Tensor]:
+    def _leaves(self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
         names, still = unit.trained, forward.still
         if self._scored:
@@ -215,4 +213,3 @@ class GivenParams:
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
         return was_changed(names[0] if names else None, where)
-

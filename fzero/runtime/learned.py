@@ -55,3 +55,7 @@ class Learned:
     def with_own_orders(self) -> Self:
         """The same, with orders of its own from here on."""
         return replace(self, orders=None if self.orders is None else self.orders.copy())
+
+    def negotiating(self) -> Self:
+        """The same, without orders: every run is negotiated, and none is learned."""
+        return replace(self, orders=None)

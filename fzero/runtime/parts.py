@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -35,6 +35,7 @@ from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
 from fzero.storage.shard_io import own_shard
 
@@ -125,8 +126,8 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state), answers=learned.answers,
+        run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
+        seen=seen_params(run, state),
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -144,8 +145,12 @@ def forward(
     learned = run.learned
     learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
-    compares = _compares(run, kind)
-    with profiler_range("forward"), bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
+    compares, micro = _compares(run, kind), lambda: window.work.forwards.last_index
+    with (
+        profiler_range("forward"),
+        bound_to(run, window, micro),
+        window.work.forward(kind, still=still, compares=compares),
+    ):
         result = function()
     learned.compared.add(kind)
     return result
@@ -211,7 +216,7 @@ def going_back(
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
-        bound_to(run, window),
+        bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
             visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
@@ -230,7 +235,8 @@ def going_back(
 @contextmanager
 def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    with bound_to(run, window), window.work.passing(loss, keeps=keeps):
+    again = partial(visits_in, loss, window.work)
+    with bound_to(run, window, lambda: only_forward(again())), window.work.passing(loss, keeps=keeps):
         yield
 
 
@@ -382,23 +388,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
-    *Collective* in stage 3: every rank calls the model equally often.
+    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
+
+    Args:
+        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
+            the model another number of times on another rank, or each time.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    work = ForwardBackward(
-        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers
-    )
+    known = learned if learns else learned.negotiating()
+    work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
+        dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -443,8 +453,8 @@ def _with_blocks(run: StepRuntime) -> Any:
 
 
 @contextmanager
-def bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
-    """Inside, the model computes with the tensors of a window."""
+def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
     model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
@@ -454,6 +464,7 @@ def bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
             model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
             moving=run.learned.moving_buffers,
         ),
+        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 

@@ -34,9 +34,11 @@ from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
+from fzero.runtime.token_dropping import check_lengths
 from sharding import Mesh
 
 if TYPE_CHECKING:
+    from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
 
 
@@ -82,6 +84,8 @@ class StepSpec:
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
     compress: CompressionPlan = field(default_factory=CompressionPlan)
     """What modules see of compressed parameters."""
+    drop: TokenDropping | None = None
+    """The layers that see a part of the tokens."""
     pipeline: Pipelined | None = None
     """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
     is_stage: bool = False
@@ -103,6 +107,7 @@ class StepSpec:
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
                 "compiled in every step, got it on; pass compile='step', or leave compile out"
             )
+        check_lengths(self.cfg, self.drop, self.compile)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -300,6 +305,7 @@ class StepSpec:
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
                 "compression": str(self.compress),
+                "random_ltd": str(self.drop),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": str(torch.__version__)},
