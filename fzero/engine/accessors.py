@@ -197,8 +197,8 @@ class Accessors(UsesDataEfficiency):
 
     @property
     def hyper(self) -> list[dict[str, Any]]:
-        """The param groups with parameters, in the step's order."""
-        return [group for group in self._groups if group["params"]]
+        """The param groups with parameters, in the step's order; the first, where none has any (a stage of a pipeline)."""
+        return [group for group in self._groups if group["params"]] or self._groups[:1]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -103,10 +103,15 @@ def initialize(
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
     if isinstance(model, PipelineModule):
-        block = source.get("pipeline") if isinstance(source, Mapping) else None
-        model = prepared(model, block if isinstance(block, Mapping) else {})
+        model = prepared(model, keys.pipeline)
         if mpu is not None:
             raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
+    elif "pipeline" in keys.model_fields_set:
+        warnings.warn(
+            f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule",
+            ConfigWarning,
+            stacklevel=2,
+        )
     check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.config.config import ConfigError, ConfigWarning
+from fzero.engine.config_keys import PipelineKeys
 from fzero.engine.dataloader import RepeatingLoader
 from fzero.engine.engine import Engine
 from fzero.pipeline.execution import PipelineProgram, stages_of
@@ -210,25 +211,21 @@ class PipelineEngine(Engine):
         """Nothing to do."""
 
 
-def prepared(model: PipelineModule, block: Mapping[str, Any]) -> PipelineModule:
+def prepared(model: PipelineModule, keys: PipelineKeys) -> PipelineModule:
     """A module whose own layers are built, under the configuration's block `pipeline`.
 
     Raises:
         ConfigError: the block contradicts the module.
     """
-    stages, interval = block.get("stages", "auto"), block.get("activation_checkpoint_interval", 0)
-    if stages not in ("auto", model.num_stages):
+    if keys.stages not in ("auto", model.num_stages):
         raise ConfigError(
-            f"pipeline.stages: must be 'auto' or the module's num_stages, {model.num_stages}, got {stages!r}; leave it out"
+            f"pipeline.stages: must be 'auto' or the module's num_stages, {model.num_stages}, got {keys.stages!r}; leave it out"
         )
-    for key, usual, instead in (
-        ("partition", "best", "partition_method="),
-        ("seed_layers", False, "base_seed="),
-    ):
-        if block.get(key, usual) != usual:
+    for key, instead in (("partition", "partition_method="), ("seed_layers", "base_seed=")):
+        if getattr(keys, key) != PipelineKeys.model_fields[key].default:
             text = f"pipeline.{key}: has no effect, as in DeepSpeed; pass {instead} to PipelineModule"
-            warnings.warn(text, ConfigWarning, stacklevel=4)
-    if interval:
-        model.set_checkpoint_interval(interval)
+            warnings.warn(text, ConfigWarning, stacklevel=3)
+    if keys.activation_checkpoint_interval:
+        model.set_checkpoint_interval(keys.activation_checkpoint_interval)
     model.build_own()
     return model
