@@ -25,15 +25,43 @@ if TYPE_CHECKING:
 
 collect_ignore = [
     f"support/{name}.py"
-    for name in ("deepspeed_jobs", "deepspeed_server", "launched_rank", "elastic_rank", "memcheck_job", "reached")
+    for name in (
+        "deepspeed_data",
+        "deepspeed_jobs",
+        "deepspeed_server",
+        "launched_rank",
+        "elastic_rank",
+        "memcheck_job",
+        "reached",
+    )
 ]
 """Programs that tests start; `--doctest-modules` would import them."""
 
 BUDGETS = {
-    "attention": 120, "checkpoint": 400, "comms": 400, "compression": 120, "engine": 300, "estimation": 300,
-    "examples": 300, "generation": 120, "graph": 900, "integrations": 200, "launch": 200, "laws": 1500, "plans": 60,
-    "profiling": 120, "resharding": 120, "runtime": 500, "step": 400, "storage": 60, "testing": 900, "tuning": 120,
-}  # fmt: skip
+    "attention": 120,
+    "checkpoint": 400,
+    "comms": 400,
+    "compression": 120,
+    "data": 200,
+    "docs": 400,
+    "engine": 300,
+    "estimation": 300,
+    "examples": 300,
+    "generation": 120,
+    "graph": 900,
+    "integrations": 200,
+    "launch": 200,
+    "laws": 1500,
+    "pipeline": 120,
+    "plans": 60,
+    "profiling": 120,
+    "resharding": 120,
+    "runtime": 500,
+    "step": 400,
+    "storage": 60,
+    "testing": 900,
+    "tuning": 120,
+}
 """Seconds that the long tests of a room are meant to take, on all workers together."""
 
 
