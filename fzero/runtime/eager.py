@@ -236,6 +236,7 @@ class ForwardBackward:
         self.forwards.close()
         self._leave("")
         self._events.execute(self._scheduler.release())
+        self._gathers.close()
         self.transfer.abandon()
 
     def _let_go(self) -> None:

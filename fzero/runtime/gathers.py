@@ -176,6 +176,10 @@ class Gathers:
             self._check_unchanged(key, flat)
             self._give_back(flat, key)
 
+    def close(self) -> None:
+        """Drops what modules saw of compressed parameters."""
+        self._seen.close()
+
     def check_full(self) -> None:
         """Raises ValueError where a parameter that this rank holds in full was changed in place."""
         for buffer in self._full:
