@@ -10,7 +10,7 @@ CORES  := $(shell getconf _NPROCESSORS_ONLN)
 # Tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo memcheck mutants test test-all nightly lint bench env clean
+.PHONY: demo docs gpu memcheck mutants test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -50,8 +50,14 @@ lint: env  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows it, with its search
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict $(ARGS)
+
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--pretended" runs the laws on any machine
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build out *.egg-info

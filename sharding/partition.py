@@ -7,7 +7,7 @@ smallest multiple of `multiple_of` with which `world_size` shards cover the buff
 Shape letters: N elements, P padded = W * S, S shard, W ranks. ZeRO section 5 divides each state this way.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sharding.checks import check_at_least, check_index
 
@@ -34,21 +34,18 @@ class Partition:
     numel: int
     world_size: int
     multiple_of: int = 1
+    shard_numel: int = field(init=False, repr=False, compare=False)
+    """S, the elements of one shard, padding included."""
+    padded_numel: int = field(init=False, repr=False, compare=False)
+    """P = W * S, the elements of all shards together."""
 
     def __post_init__(self) -> None:
         check_at_least("Partition", "numel", self.numel, 0)
         check_at_least("Partition", "world_size", self.world_size, 1)
         check_at_least("Partition", "multiple_of", self.multiple_of, 1)
-
-    @property
-    def shard_numel(self) -> int:
-        """S, the elements of one shard, padding included."""
-        return -(-self.numel // (self.world_size * self.multiple_of)) * self.multiple_of
-
-    @property
-    def padded_numel(self) -> int:
-        """P = W * S, the elements of all shards together."""
-        return self.world_size * self.shard_numel
+        shard_numel = -(-self.numel // (self.world_size * self.multiple_of)) * self.multiple_of
+        object.__setattr__(self, "shard_numel", shard_numel)
+        object.__setattr__(self, "padded_numel", self.world_size * shard_numel)
 
     @property
     def padding(self) -> int:

@@ -8,6 +8,7 @@ Shape letters: N elements, P padded = W * S, S shard, W ranks.
 """
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 from einops import rearrange
@@ -26,6 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+@cache  # a step asks for it several times per unit
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of that name, the inverse of `dtype_name`.
 
@@ -105,7 +107,8 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     """
     _check_length("unflatten", flat, (layout.numel, layout.partition.padded_numel))
     leaves = flat.split_with_sizes([*layout.numels, flat.numel() - layout.numel])
-    return {name: leaf.view(shape) for name, shape, leaf in zip(layout.names, layout.shapes, leaves)}
+    shaped = (leaf if len(shape) == 1 else leaf.view(shape) for shape, leaf in zip(layout.shapes, leaves))
+    return dict(zip(layout.names, shaped))
 
 
 def take_shard(flat_P: Tensor, partition: Partition, rank: int) -> Tensor:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from pydantic_core import ErrorDetails
 
 from fzero.config.compression import CompressionTraining
+from fzero.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop, data_warnings
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, message_of
 from fzero.config.files import ConfigError as ConfigError, read
@@ -93,6 +94,12 @@ class Config(Block):
     """The layout of block-sparse attention, for the model's code to ask for; None is none."""
     compression_training: CompressionTraining = CompressionTraining()
     """Quantization, pruning and layer reduction."""
+    curriculum_learning: CurriculumLearning | None = None
+    """Sequences that grow longer; None is none."""
+    data_efficiency: DataEfficiency = DataEfficiency()
+    """Samples by difficulty, batches by tokens, random layer-token dropping."""
+    progressive_layer_drop: ProgressiveLayerDrop = ProgressiveLayerDrop()
+    """Layers that are left out at random."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -217,7 +224,10 @@ class Config(Block):
         return conflicts(self, self._notes)
 
     def warn_of_no_effect(self, model: nn.Module) -> None:
-        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, and of sparse attention that a model has not."""
+        """Warns (`ConfigWarning`) of `conflicts` about quantized communication, of sparse attention that a model has not, and of
+        blocks of data efficiency inside disabled ones."""
+        for text in data_warnings(self.data_efficiency, self.curriculum_learning):
+            warnings.warn(text, ConfigWarning, stacklevel=3)
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"

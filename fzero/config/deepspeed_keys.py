@@ -27,6 +27,8 @@ ACCEPTED = {
     "disable_allgather": "DeepSpeed reads it and does nothing with it",
     "seq_parallel_communication_data_type": "there is no sequence parallelism, and asking for it is an error",
     "use_data_before_expert_parallelism": "there is no expert parallelism, and asking for it is an error",
+    "data_efficiency.data_sampling.curriculum_learning.data_cluster_path": "the sampler is a function, and writes no files",
+    "data_efficiency.data_routing.random_ltd.model_type": "rows and columns of kept tokens are taken from every mask",
     "aio.thread_count": "DeepSpeed reads intra_op_parallelism instead",
     "aio.single_submit": "a call to the system moves one block",
     "aio.overlap_events": "blocks always move beside each other",
@@ -127,7 +129,6 @@ _REMOVE = "remove it to run without"
 
 REFUSED = {
     "amp": "use bf16, fp16 or torch_autocast",
-    **dict.fromkeys(("curriculum_learning", "data_efficiency", "progressive_layer_drop"), _REMOVE),
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
     "eigenvalue": "it lengthens the quantization periods of weights by second derivatives, with which DeepSpeed's own "
     "quantization fails; remove it, and give longer quantization_periods",
@@ -184,14 +185,6 @@ INNER = {
         sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather keep_int_input_tensors
         keep_all_input_tensors passes""",
     "csv_monitor": "enabled output_path job_name",
-    "curriculum_learning": """enabled curriculum_type min_difficulty max_difficulty schedule_type
-        schedule_config.*""",
-    "data_efficiency": "enabled seed",
-    "data_efficiency.data_routing": "enabled random_ltd.*",
-    "data_efficiency.data_sampling": """enabled num_epochs num_workers pin_memory curriculum_learning.enabled
-        curriculum_learning.data_cluster_path curriculum_learning.curriculum_metrics.*""",
-    "data_efficiency.data_sampling.dynamic_batching": """enabled metrics_path lr_scaling_method min_batch_size
-        max_batch_size max_tokens sequence_picking_order verbose""",
     "datastates": "*",
     "datastates_ckpt": "*",
     "eigenvalue": """enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num""",
@@ -207,7 +200,6 @@ INNER = {
         num_of_version_in_retention""",
     "pipeline": """stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned
         use_reentrant""",
-    "progressive_layer_drop": "enabled theta gamma",
     "quantize_training": "enabled *",
     "tensor_parallel": """autotp_size preset_model partition_config.* tp_overlap_comm tp.* tensor_parallel.* dtype
         injection_policy_tuple keep_module_on_host replace_with_kernel_inject kernel_inject""",

@@ -14,13 +14,14 @@ from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
+from fzero.engine.data_efficiency import UsesDataEfficiency
 from fzero.engine.monitor import Write
-from fzero.engine.settings import Settings
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:
+    from fzero.data.loader import CurriculumLoader
     from fzero.engine.dataloader import ResumableLoader
     from fzero.engine.optimizer import EngineOptimizer
 
@@ -43,13 +44,13 @@ class LossScaleNumber(float):
         return self._configured
 
 
-class Accessors(Settings):
+class Accessors(UsesDataEfficiency):
     """The part of `Engine` that computes nothing."""
 
     state: TrainState[Tensor]
     optimizer: EngineOptimizer | None
     lr_scheduler: Any
-    training_dataloader: ResumableLoader | None
+    training_dataloader: ResumableLoader | CurriculumLoader | None
     metrics: Metrics | None
     micro_steps: int
     global_steps: int

@@ -135,6 +135,7 @@ class KeepsFiles(Generates):
             for name in COUNTERS:
                 setattr(self, name, progress["counters"].get(name, 0))
             self.counted_from = self.micro_steps
+            self._resume_data()
             if self.training_dataloader is not None and progress["data"] is not None:
                 self.training_dataloader.load_state_dict(progress["data"])
         self.show_state()

@@ -46,11 +46,7 @@ class ResumableLoader:
         num_workers: int = 0,
         pin_memory: bool = False,
     ) -> None:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"training_data: must be a dataset with a length and indices, got {type(dataset).__name__}, which cannot be "
-                f"divided among ranks; make a DataLoader of it that gives each rank its own samples, and leave training_data out"
-            )
+        check_indexed(dataset)
         self.dataset, self.batch_size, self.world_size = dataset, batch_size, world_size
         self.sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
@@ -85,6 +81,11 @@ class ResumableLoader:
         Raises:
             ValueError: that position is inside a batch of this loader.
         """
+        if "samples" not in state:
+            raise ValueError(
+                "training_data: must resume the loader of the checkpoint, which data_efficiency.data_sampling made, and the "
+                "block is off now; enable it"
+            )
         samples, together = state["samples"], self.batch_size * self.world_size
         if samples % together:
             raise ValueError(
@@ -92,6 +93,15 @@ class ResumableLoader:
                 f"of {self.batch_size} on {self.world_size} ranks), got {samples}; choose another batch size or number of ranks"
             )
         self.epoch, self.num_given = state["epoch"], samples // together
+
+
+def check_indexed(dataset: Dataset[Any]) -> None:
+    """Raises for a dataset without length and indices."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            f"training_data: must be a dataset with a length and indices, got {type(dataset).__name__}, which cannot be "
+            f"divided among ranks; make a DataLoader of it that gives each rank its own samples, and leave training_data out"
+        )
 
 
 class RepeatingLoader:

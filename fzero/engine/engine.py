@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fzero.data.loader import CurriculumLoader
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
@@ -64,7 +65,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         *,
         keys: EngineKeys,
         optimizer: EngineOptimizer | None,
-        training_dataloader: ResumableLoader | None = None,
+        training_dataloader: ResumableLoader | CurriculumLoader | None = None,
         config: Mapping[str, Any] | None = None,
         held: frozenset[str] = frozenset(),
     ) -> None:
@@ -91,6 +92,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
         self._equip()
+        self._begin_data()
         self._hold(model, held)
 
     # --- a step ------------------------------------------------------------------------------------------------------
@@ -102,6 +104,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         """
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
+        if self.module.training:
+            kwargs |= self.data_arguments()
         return self._run(self.module, inputs, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:

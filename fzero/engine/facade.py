@@ -76,13 +76,6 @@ class HasTools(Accessors):
     def is_iterable_style_dataset(obj: Any) -> bool:
         return isinstance(obj, IterableDataset)
 
-    def set_data_post_process_func(self, post_process_func: Callable[..., Any] | None) -> None:
-        if post_process_func is not None:
-            raise ValueError(
-                "engine.set_data_post_process_func: must be None, got a function, which no loader here calls; pass collate_fn "
-                "to initialize"
-            )
-
     def empty_partition_cache(self) -> None:
         """Does nothing: no gathered parameter outlives a forward or a backward."""
 

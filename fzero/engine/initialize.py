@@ -19,10 +19,14 @@ from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.files import read
+from fzero.data.loader import CurriculumLoader
+from fzero.data.token_dropping import dropping_of
 from fzero.engine import config_keys as engine_keys
 from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
-from fzero.engine.dataloader import ResumableLoader
+from fzero.engine.data_efficiency import sampler_of
+from fzero.engine.dataloader import ResumableLoader, check_indexed
+from fzero.engine.divided_params import check_not_foreign, moved, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.runtime.activation_checkpointing import Choice
@@ -52,7 +56,7 @@ def initialize(
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
     seed: int = 0,
-) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | None, Any]:
+) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | CurriculumLoader | None, Any]:
     """DeepSpeed's entry point: an engine that trains a model under a configuration.
 
     *Collective:* every rank of the job; initialises the process group if necessary.
@@ -60,7 +64,7 @@ def initialize(
     Args:
         args: command-line arguments, whose `deepspeed_config` is the configuration if `config` is not given.
         model: any module. From here on its parameters are those of the engine's state (`fzero.engine.param_views`). On CUDA it is
-            moved to this rank's device.
+            moved to this rank's device. One that `zero.Init` has divided is taken over one unit at a time.
         optimizer: a new optimizer of torch.optim with these parameters, or a function of the parameters that makes one. None
             takes the configuration's; without that the engine does not train. Parameters outside the optimizer are not
             trained.
@@ -93,29 +97,28 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
+    check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
-    if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
-        trained = [param for param in model.parameters() if param.requires_grad]
-        optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
-    if not trains:
-        model.requires_grad_(False)
-    cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
-    cfg = _one_scheduler(cfg, lr_scheduler)
-    cfg.warn_of_no_effect(model)
-    recipe = StepSpec(
-        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, units=units, schedule=schedule,
-        checkpoint=checkpoint, seed=seed, compress=_compression(cfg, model),
-        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held,
-    )  # fmt: skip
-    step = TrainStep(recipe, bind(None, recipe.device))
-    _check_parallelism(mpu, mesh_param, step.world_size)
-    rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
-    loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
-    state = step.init()
-    engine: Engine
-    seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
-    given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
-    engine = Engine(step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held)
+    with taken_over(model):
+        if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
+            trained = [param for param in model.parameters() if param.requires_grad]
+            optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
+        if not trains:
+            model.requires_grad_(False)
+        cfg, groups = _groups(cfg, model, optimizer, model_parameters, trains=trains)
+        cfg = _one_scheduler(cfg, lr_scheduler)
+        cfg.warn_of_no_effect(model)
+        step = _step(model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed)
+        _check_parallelism(mpu, mesh_param, step.world_size)
+        rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
+        loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
+        state = step.init()
+        engine: Engine
+        seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
+        given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
+        engine = Engine(
+            step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
+        )
     if seen is not None and lr_scheduler is not None:
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
@@ -127,6 +130,15 @@ def initialize(
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
 
+def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
+    recipe = StepSpec(
+        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, compress=_compression(cfg, model),
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
+        **how,
+    )  # fmt: skip
+    return TrainStep(recipe, bind(None, recipe.device))
+
+
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
     """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
     plan = plan_of(model)
@@ -135,7 +147,7 @@ def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
             "compression_training: compresses nothing here, as in DeepSpeed, because init_compression was not called; call "
             "deepspeed.compression.compress.init_compression(model, config) before initialize, or leave the block out",
             ConfigWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return plan or CompressionPlan()
 
@@ -183,17 +195,29 @@ def check_may_join(required: bool | None) -> None:
 
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
-) -> ResumableLoader:
-    micro = step.recipe.cfg.batch_sizes(step.world_size).micro
+) -> ResumableLoader | CurriculumLoader:
+    cfg = step.recipe.cfg
+    _, micro, num_micro = cfg.batch_sizes(step.world_size)
     if micro is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
             "is given; give one"
         )
-    return ResumableLoader(
-        data, batch_size=micro, rank=step.rank, world_size=step.world_size, collate_fn=collate_fn,
-        drop_last=bool(keys.dataloader_drop_last), pin_memory=step.device.type == "cuda",
-    )  # fmt: skip
+    how: dict[str, Any] = {
+        "batch_size": micro,
+        "rank": step.rank,
+        "world_size": step.world_size,
+        "collate_fn": collate_fn,
+    }
+    if cfg.data_efficiency.samples:
+        check_indexed(data)
+        sampling = cfg.data_efficiency.data_sampling
+        return CurriculumLoader(
+            data, sampler_of(cfg, len(data)), num_micro=num_micro, num_epochs=sampling.num_epochs,  # type: ignore[arg-type]
+            num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
+        )  # fmt: skip
+    drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
+    return ResumableLoader(data, drop_last=drop_last, pin_memory=pin_memory, **how)
 
 
 def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Module:
@@ -206,7 +230,7 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     torch.cuda.set_device(device)
-    return model if any(p.is_meta for p in model.parameters()) else model.to(device)
+    return model if any(p.is_meta for p in model.parameters()) else moved(model, device)
 
 
 def _groups(

@@ -30,7 +30,7 @@ _ALLOWED = {
     "_has_compatible_shallow_copy_type",
 }
 """Methods that work on a tensor without values."""
-_SHAPES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "shape", "ndim"}
+SHAPES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "shape", "ndim"}
 """Methods and attributes that return the full shape inside the forward."""
 _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 """Attributes that need the values."""
@@ -49,16 +49,14 @@ class PartitionedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-        used = attribute if name in ("__get__", "__set__") else name
+        name, used = called(func)
         given = (*args, *(kwargs or {}).values())
         is_inside = any(map(is_bound, given))
-        if is_inside and used in _SHAPES:
+        if is_inside and used in SHAPES:
             args = tuple(getattr(x, "fzero_plain", x) for x in args)
-        elif is_inside and (used not in _ALLOWED or used == "detach") and not _is_plain(name, attribute):
+        elif is_inside and (used not in _ALLOWED or used == "detach") and not _is_plain(name, used):
             return with_present(func, args, kwargs or {})
-        elif not (used in _ALLOWED or _is_plain(name, attribute) or _changes_nothing(name, attribute, args, kwargs)):
+        elif needs_values(func, args, kwargs):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
             raise PartitionedParameterError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and has no values here, and "
@@ -73,9 +71,22 @@ class PartitionedParameter(nn.Parameter):
         return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
 
 
-def _is_plain(name: str, attribute: str) -> bool:
+def called(func: Any) -> tuple[str, str]:
+    """The name of a function, and of what it uses: the attribute that it reads or sets, or else itself."""
+    name = getattr(func, "__name__", "")
+    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
+    return name, attribute if name in ("__get__", "__set__") else name
+
+
+def needs_values(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function of a tensor without elements computes with its values."""
+    name, used = called(func)
+    return not (used in _ALLOWED or _is_plain(name, used) or _changes_nothing(name, used, args, kwargs))
+
+
+def _is_plain(name: str, used: str) -> bool:
     """Whether an attribute is read or set that needs no values."""
-    return name in ("__get__", "__set__") and attribute not in _VALUES
+    return name in ("__get__", "__set__") and used not in _VALUES
 
 
 def _changes_nothing(name: str, attribute: str, args: Any, kwargs: Any) -> bool:

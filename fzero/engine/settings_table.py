@@ -73,27 +73,14 @@ CONSTANT: dict[str, Any] = {
     "compile_autosp": False,
     "compile_autotp": False,
     "compile_zero_optimization_stage": False,
-    "curriculum_enabled_legacy": False,
-    "curriculum_learning_config": {"enabled": False},
-    "curriculum_learning_enabled": False,
-    "curriculum_params_legacy": False,
-    "data_efficiency_config": {"enabled": False},
-    "data_efficiency_enabled": False,
-    "data_sampling_config": {"enabled": False},
-    "data_sampling_enabled": False,
     "eigenvalue_enabled": False,
-    "get_pld_theta": None,
     "get_sequence_parallel_group": None,
     "graph_harvesting": False,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
     "is_elastic_model_parallel_supported": None,
     "load_universal_checkpoint": False,
-    "pld_enabled": False,
-    "pld_params": False,
     "quantize_training": (False, False, 1, False, 0.001, "symmetric", "nearest", False, False),
-    "random_ltd_config": {"enabled": False},
-    "random_ltd_enabled": False,
     "tensor_parallel_config": None,
     "use_node_local_storage": False,
     "uses_parallelization_pass_only": False,
@@ -112,8 +99,6 @@ ATTRIBUTES: dict[str, Any] = {
     "mp_world_size": 1,
     "num_experts": (),
     "pipeline_parallelism": False,
-    "progressive_layer_drop": None,
-    "random_ltd_scheduler": None,
     "seq_parallel_group": None,
     "sequence_parallel_size": 1,
     "use_ds_comm": False,
@@ -121,7 +106,6 @@ ATTRIBUTES: dict[str, Any] = {
 """Attribute: its value."""
 
 _BY_BACKWARD = "engine.backward(loss) reduces gradients, on all ranks together"
-_BY_SCHEDULE = "it has no data efficiency library; give the dataset the order that you want"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
@@ -132,8 +116,6 @@ REFUSED: dict[str, str] = {
         _BY_BACKWARD,
     ),
     "clip_fp32_gradients": "engine.step() clips them; set the key gradient_clipping",
-    **dict.fromkeys(("set_custom_curriculum_learning_schedule", "random_ltd_initialize"), _BY_SCHEDULE),
-    **dict.fromkeys(("pld_gamma", "pld_theta"), "it has no progressive layer drop"),
     **dict.fromkeys(
         (
             "get_autosp_backend", "get_autotp_backend", "get_deepcompile_backend", "get_deepspeed_compile_backend",

@@ -100,8 +100,8 @@ class DryPass:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes what the scheduler returned."""
-        for kind, name in events:
-            EXECUTORS[kind](self, name)
+        for event in events:
+            EXECUTORS[event.kind](self, event.unit)
 
     # --- gathers -------------------------------------------------------------------------------------------------
 

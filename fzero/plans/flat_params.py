@@ -118,15 +118,19 @@ class UnitPlan:
 
     Attributes:
         gathered_numel: padded elements that a gather of this unit allocates; 0 where every rank holds the unit in full.
+        trained: the names of its trained parameters.
     """
 
     name: str
     buffers: tuple[FlatParamPlan, ...]
     gathered_numel: int = field(init=False, repr=False, compare=False)
+    trained: tuple[str, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         numel = sum(b.padded_numel for b in self.buffers if b.flow.gathers_over)
         object.__setattr__(self, "gathered_numel", numel)
+        trained = tuple(name for b in self.buffers if b.trainable for name in b.layout.names)
+        object.__setattr__(self, "trained", trained)
 
     @property
     def numel(self) -> int:

@@ -6,6 +6,7 @@ Module buffers, random states and comm hooks' states belong to no flat buffer an
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -60,6 +61,7 @@ class StateLeaf(NamedTuple):
         return f"{self.key}/state{self.path}" if self.quantity == "optimizer" else stream_name(self.quantity, self.key)
 
 
+@cache  # a step asks for it several times per unit
 def stream_name(quantity: Literal["params", "master", "grads"], key: str) -> str:
     """The name of a flat buffer's tensor in its stream and its file, unless it is the updated tensor."""
     return f"{key}/{quantity}"

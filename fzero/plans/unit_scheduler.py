@@ -17,17 +17,18 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
+| forward, backward, … | events of a pipeline's stages, between which those of units lie (`fzero.pipeline.orders`) |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
-checker needs a line if the event holds memory. If ranks must agree on it (a pipeline's send or receive), its name goes into
-`AGREED` too, and `_issue` starts it. A request that causes it (a pipeline's next forward) is a method that returns a tuple.
+checker needs a line if the event holds memory. If all ranks must agree on it, its name goes into `AGREED` too, and `_issue`
+starts it. A request that causes it is a method that returns a tuple.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -96,9 +97,9 @@ class UnitScheduler:
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run = _Run(order, len(self.executed))
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
 
-    def begin_forward(self, *, is_first: bool) -> tuple[Event, ...]:
+    def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""
         self.in_forward = True
         if is_first:
@@ -106,7 +107,7 @@ class UnitScheduler:
             self._entered.clear()  # a unit of the last micro-step may be skipped in this one
         return self.release()
 
-    def begin_backward(self, *, is_last: bool, visits: Mapping[str, int] = {}) -> None:
+    def begin_backward(self, is_last: bool, visits: Iterable[tuple[str, int]] = ()) -> None:
         """The run is a backward.
 
         Args:
@@ -114,9 +115,9 @@ class UnitScheduler:
             visits: by unit, the number of visits in the forwards that this backward ends. A unit that is not listed is complete
                 after its first `end_visit`.
         """
-        self._is_last, self._open_visits = is_last, Counter(visits)
+        self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
-        self._entered.update(unit for unit, num_visits in visits.items() if num_visits)
+        self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)
 
     def recorded(self, run: Run, *, differ: bool) -> tuple[tuple[Event, ...], bool]:
         """The order that later runs follow, made from the run that ended, and whether that run has all blocks (`is_whole`)."""

@@ -1,12 +1,14 @@
 """Autograd nodes that call a `ForwardBackward` in the backward.
 
-Each parameter is the output of a `ParamLeaf`; the input of all leaves of one visit of a unit is one `UnitRoot`.
+A visit of a unit is one `UnitRoot`. Its outputs are the small parameters of the unit, and a handle: the input of a `ParamLeaf`
+for each large parameter. A node of autograd keeps the gradients of its outputs until it runs, and costs some 10 µs of Python.
+So small parameters share a node, and a large gradient is written as soon as it is there.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,44 +16,51 @@ from torch import Tensor
 
 from fzero.runtime.refusals import UNRELATED
 
+SMALL = 1 << 16
+"""The most elements of a parameter that shares the node of its visit."""
+
 
 class UnitRoot(torch.autograd.Function):
-    """One visit of a unit; its backward runs once every gradient of that visit has been written."""
+    """One visit of a unit, and its small parameters: views of flat buffers, whose gradients are written into a flat gradient.
 
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, work: Any, unit: str) -> Tensor:
-        ctx.work, ctx.unit, ctx.index = work, unit, work.forwards.last_index
-        ctx.set_materialize_grads(False)
-        return anchor.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
-        ctx.work.end_visit(ctx.unit)
-        return None, None, None
-
-
-class ParamLeaf(torch.autograd.Function):
-    """A parameter for the model: a view of a flat buffer, whose gradient is written straight into a flat gradient.
-
-    Without a name the gradient is dropped; the leaf only marks the graph as belonging to `work`.
+    The backward runs once every gradient of the visit is there. The gradient of a parameter without a name is dropped; such an
+    output only marks the graph as belonging to `work`.
     """
 
     @staticmethod
-    def forward(ctx: Any, root: Tensor, view: Tensor, work: Any, name: str) -> Tensor:
-        ctx.work, ctx.name = work, name
+    def forward(
+        ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], *views: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
+        ctx.set_materialize_grads(False)
+        return (anchor.new_empty(0), *views)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.work.end_visit(ctx.unit, ctx.names, grads)
+        return (None,) * (4 + len(grads))
+
+
+class ParamLeaf(torch.autograd.Function):
+    """A large parameter for the model; as an output of `UnitRoot`, but its gradient is written at once."""
+
+    @staticmethod
+    def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
+        ctx.work, ctx.unit, ctx.name = work, unit, name
+        ctx.set_materialize_grads(False)
         return view
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        if ctx.name:
-            ctx.work.add_grad(ctx.name, grads[0])
-        return None, None, None, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.work.add_grads(ctx.unit, (ctx.name,), grads)
+        return None, None, None, None, None
 
 
 # To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its grad_fn.
-ParamLeaf._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
+for _node in (UnitRoot, ParamLeaf):
+    _node._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
 # Not `Function.apply`, whose care for torch.func takes as long as the node itself; no transform is active where nodes are made.
-root_of: Callable[..., Tensor] = super(torch.autograd.Function, UnitRoot).apply
+root_of: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, UnitRoot).apply
 leaf_of: Callable[..., Tensor] = super(torch.autograd.Function, ParamLeaf).apply
 
 

@@ -6,9 +6,9 @@ No graph is captured. The model runs as it is, bound to the tensors that `Forwar
    into parameters by one split. Entering another unit releases them; by then the gather of the next unit has started.
 2. Autograd must not keep a gathered buffer alive until the backward, so a view of one is saved as a `SavedView`. Unpacking
    it gathers the unit again.
-3. Each parameter is the output of a `ParamLeaf`, whose backward writes the gradient into the unit's flat gradient at once
-   (`Reductions`). The input of all leaves of a visit is one `UnitRoot`, whose backward runs after the last gradient of the
-   visit. The unit is then complete, and its reduce-scatter starts.
+3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward writes the gradient into the unit's
+   flat gradient (`Reductions`). The first node of a visit is its `UnitRoot`, whose backward runs after the last gradient of
+   the visit. The unit is then complete, and its reduce-scatter starts.
 
 `UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All stages run this same code and do the
 same arithmetic: the specs decide whether a gather moves anything and whether a full gradient is dropped.
@@ -18,8 +18,8 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Literal
 
@@ -28,17 +28,18 @@ from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.common.profiler_ranges import is_recording, profiler_range
+from fzero.common.profiler_ranges import OpenRange
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.unit_orders import Orders, Run
-from fzero.runtime.autograd_nodes import Visits, root_of, visits_in
+from fzero.plans.unit_orders import Run
+from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
+from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
 from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
@@ -62,7 +63,7 @@ class ForwardBackward:
         params: this rank's flat buffers by key, wherever they live.
         grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
             allows forwards only.
-        orders: the events to follow, by run; a run without any is negotiated, and learned. None negotiates all.
+        learned: the events to follow, by run; a run without any is negotiated, and learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         seen: what modules see of compressed parameters.
@@ -79,7 +80,7 @@ class ForwardBackward:
         mesh: RankMesh,
         params: Mapping[str, Leaf],
         grads: Mapping[str, Leaf] | None,
-        orders: Orders | None,
+        learned: Learned,
         transfer: ShardTransfer,
         *,
         hook_states: Mapping[str, States] = {},
@@ -87,20 +88,18 @@ class ForwardBackward:
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
-        self.forwards = Forwards()
+        self.forwards, self._seen = Forwards(), seen
         self._given = GivenParams(seen.scored)
         self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
-        self._events = Sequencer(plan, mesh, orders, self._gathers, self._reductions)
-        self._scheduler = self._events.scheduler
+        self._events = Sequencer(plan, mesh, learned, self._gathers, self._reductions)
         self._units = {unit.name: unit for unit in plan.units}
-        self._homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range = ExitStack()  # in a trace, holds the range of the unit being visited
+        self._range = OpenRange()  # in a trace, that of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -132,14 +131,14 @@ class ForwardBackward:
         """
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
-            self._events.execute(self._scheduler.begin_forward(is_first=self.forwards.begin(run, still)))
+            self._events.ask("begin_forward", self.forwards.begin(run, still))
             self._given.begin(compares=compares)
             with self._given.named_errors(), self.saving() if saves else nullcontext():
                 yield
             self._range.close()
             self._gathers.check_full()
             self._given.end()
-            self._events.execute(self._scheduler.boundary())
+            self._events.ask("boundary")
 
     @contextmanager
     def backward(
@@ -152,6 +151,7 @@ class ForwardBackward:
         is_last: bool = True,
         keeps: bool = False,
         check: Callable[[Tensor], None] | None = None,
+        needs_grads: bool = True,
     ) -> Iterator[list[Tensor]]:
         """Inside, a backward of autograd adds its gradients to `grads`. *Collective:* every rank; in stage 3 gathers again.
 
@@ -163,6 +163,7 @@ class ForwardBackward:
             is_last: whether this is the last backward before the update; only then are full gradients reduced.
             keeps: whether the graph is retained for another backward.
             check: checks the rows before any other collective, if the order of collectives may differ between ranks.
+            needs_grads: whether it is an error if no trained parameter gets a gradient. (A pipeline stage may have none.)
 
         Yields:
             A list that receives, at the end, every rank's row in rank order.
@@ -173,7 +174,7 @@ class ForwardBackward:
         found: list[Tensor] = []
         with self._running(self.forwards.run_of("backward", visits)):
             is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
-            self._scheduler.begin_backward(is_last=is_last, visits=sum_of(visits))
+            self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
             self._loss_stats = collectives.start_stack(
                 row, self.mesh.world, label=Label("loss_stats", phase="boundary")
@@ -182,11 +183,13 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if not self._reductions.has_come:  # an update without gradients would still apply weight decay
+            if (
+                needs_grads and not self._reductions.has_come
+            ):  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
-            self._forget_leaves()
+            self._leave("")
             self._gathers.check_full()
-            self._events.execute(self._scheduler.end_backward())
+            self._events.ask("end_backward")
             self._let_go()
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
@@ -204,7 +207,7 @@ class ForwardBackward:
                 yield
             finally:
                 self.status = "running"
-            self._events.execute(self._scheduler.take_part())
+            self._events.ask("take_part")
             self._let_go()
 
     @contextmanager
@@ -235,14 +238,13 @@ class ForwardBackward:
         self.status = "over"
         self.forwards.close()
         self._leave("")
-        self._events.execute(self._scheduler.release())
+        self._events.ask("release")
         self._gathers.close()
-        self.transfer.abandon()
 
     def _let_go(self) -> None:
         """Waits for the reductions of a backward, and releases the buffers that it gathered."""
         self._leave("")
-        self._events.execute(self._scheduler.finish())
+        self._events.ask("finish")
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
@@ -258,14 +260,14 @@ class ForwardBackward:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         present = self._present
         if present is None or name not in present.leaves:
-            if name not in self._homes:
+            if name not in self.plan.homes:
                 raise late("parameter", name)
-            unit, _ = self._homes[name]
+            unit, _ = self.plan.homes[name]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
-        elif not self._scheduler.in_forward:
+        elif not self._events.in_forward:
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
-        if not (present.is_recorded or self._runs_again) and self._scheduler.in_forward and torch.is_grad_enabled():
+        if not (present.is_recorded or self._runs_again) and self._events.in_forward and torch.is_grad_enabled():
             present.is_recorded = True
             self.forwards.last.visits[present.unit] += 1
         return present.leaves[name]
@@ -284,31 +286,25 @@ class ForwardBackward:
         self._range.close()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
-        if self._scheduler.in_forward and is_recording():
-            self._range.enter_context(profiler_range("unit", unit.name))
+        if self._events.in_forward:
+            self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
-            self._events.execute(self._scheduler.enter(unit.name))
-            root = None if self.grads is None else root_of(self.anchor, self, unit.name)
-            flats, forward = self._gathers.full(unit), self.forwards.last
-            forward.add(root)
-            self._present = present = self._given.visit(unit, flats, forward, root, self, seen=self._gathers.seen(unit))
+            self._events.ask("enter", unit.name)
+            work, flats, seen = None if self.grads is None else self, self._gathers.full(unit), self._gathers.seen(unit)
+            self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is there."""
         with beneath_modes(self._num_modes):
             self._leave(unit)
-            self._events.execute(self._scheduler.need(unit))
-
-    def _forget_leaves(self) -> None:
-        if self._present is not None:
-            self._present.leaves.clear()
+            self._events.ask("need", unit)
 
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, unless it is `unit`; then the unit's memory can be given back."""
         if self._present is not None and self._present.unit != unit:
-            self._forget_leaves()
+            self._present.leaves.clear()
             self._present = None
 
     # --- autograd ----------------------------------------------------------------------------------------------
@@ -329,21 +325,31 @@ class ForwardBackward:
             self._need(saved.unit.name)
         return self._gathers.from_saved(saved)
 
-    def add_grad(self, name: str, grad: Tensor) -> None:
-        """Takes the gradient of a parameter from autograd."""
+    def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """Takes gradients of parameters of a unit from autograd; None where there is none, and no name where none is wanted."""
         self._check_runs()
-        if self._scheduler.in_forward:
+        if self._events.in_forward:
             raise RuntimeError(INSIDE)
         if self.status != "passed":
-            for own, part in self._gathers.pulled(name, grad, self._homes[name][0], self._need).items():
-                unit, buffer = self._homes[own]
-                if buffer.trainable:
-                    if begins := self._scheduler.collect(unit.name, buffer.key):
-                        self._events.execute(begins)
-                    self._reductions.add(own, part, unit.name, buffer)
-                    self.forwards.used.add(own)
+            for name, grad in zip(names, grads, strict=True):
+                if not name or grad is None:
+                    continue
+                if name not in self._seen.is_on:
+                    self._add(name, grad, unit)
+                    continue
+                for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
+                    home, buffer = self.plan.homes[own]
+                    if buffer.trainable:
+                        self._add(own, part, home.name)
 
-    def end_visit(self, unit: str) -> None:
-        """Called when autograd has written all gradients of one visit of a unit."""
+    def _add(self, name: str, grad: Tensor, unit: str) -> None:
+        if not self._reductions.has_begun(unit, name):
+            self._events.ask("collect", unit, self.plan.homes[name][1].key)
+        self._reductions.add(name, grad, unit)
+        self.forwards.used.add(name)
+
+    def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
+        self.add_grads(unit, names, grads)
         if self.status != "passed":
-            self._events.execute(self._scheduler.end_visit(unit))
+            self._events.ask("end_visit", unit)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Run
 
@@ -29,11 +27,6 @@ class Forward:
     still: frozenset[str]
     visits: Counter[str] = field(default_factory=Counter)
     roots: list[Any] = field(default_factory=list)
-
-    def add(self, root: Tensor | None) -> None:
-        """Records the output of the `UnitRoot` of a visit; without gradients there is no node."""
-        if root is not None and root.grad_fn is not None:
-            self.roots.append(root.grad_fn)
 
 
 class Forwards:

@@ -69,7 +69,7 @@ class Gathers:
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
         self._seen = seen
-        self._full = [b for b in plan.flat_buffers if not b.flow.gathers_over]
+        self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
@@ -168,27 +168,27 @@ class Gathers:
 
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""
-        if unit in self._live:
+        if unit in self._live and self._seen.is_on:
             for value in self._seen.forget(unit).values():
                 self._by_storage.pop(address(value), None)
         for key, flat in self._live.pop(unit, {}).items():
             self._by_storage.pop(address(flat), None)
-            self._check_unchanged(key, flat)
+            if flat._version != self._versions[key]:
+                raise self._was_changed(f"of {key!r}")
             self._give_back(flat, key)
 
     def close(self) -> None:
-        """Drops what modules saw of compressed parameters."""
+        """Drops what modules saw of compressed parameters, and the shards that are being loaded."""
         self._seen.close()
+        self._transfer.abandon()
 
     def check_full(self) -> None:
         """Raises ValueError where a parameter that this rank holds in full was changed in place."""
-        for buffer in self._full:
-            flat: Any = self._params[buffer.key]
-            self._check_unchanged(buffer.key, flat)
-
-    def _check_unchanged(self, key: str, flat: Tensor) -> None:
-        if flat._version != self._versions[key]:
-            raise self._was_changed(f"of {key!r}")
+        params, versions = self._params, self._versions
+        for key in self._full:
+            flat: Any = params[key]
+            if flat._version != versions[key]:
+                raise self._was_changed(f"of {key!r}")
 
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self._params[key]:

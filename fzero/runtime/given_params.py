@@ -9,18 +9,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
-from fzero.runtime.autograd_nodes import ParamLeaf, leaf_of
+from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, was_changed
 from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
 from sharding.views import unflatten
+
+
+class Work(Protocol):
+    """A `ForwardBackward`, for the nodes that call it in the backward."""
+
+    @property
+    def anchor(self) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -100,7 +107,7 @@ class GivenParams:
         try:
             yield
         except RuntimeError as error:
-            if f" of {ParamLeaf.__name__}" in str(error):  # autograd's message about a change in place
+            if any(f" of {node.__name__}" in str(error) for node in (UnitRoot, ParamLeaf)):  # changed in place
                 raise self.was_changed("of the model") from error
             if CHANGES_FLAG in str(error):
                 raise flag_changed(None) from error
@@ -113,8 +120,7 @@ class GivenParams:
         unit: UnitPlan,
         flats: Iterable[Tensor],
         forward: Forward,
-        root: Tensor | None,
-        work: object,
+        work: Work | None,
         *,
         seen: Mapping[str, Tensor],
     ) -> Visit:
@@ -123,38 +129,47 @@ class GivenParams:
         Args:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the last one.
-            root: the `UnitRoot` of the visit; None where no gradients are collected.
-            work: the `ForwardBackward` that collects them.
+            work: the `ForwardBackward` that collects the gradients; None where none are collected.
             seen: what modules see of its compressed parameters, in place of these.
         """
-        scored = self._scored
-        still = frozenset[str]() if root is None else forward.still
-        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
-        is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(_trained_in(unit))
-        leaves: dict[str, Tensor] = {}
-        trained: dict[str, Tensor] = {}
+        views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
-            views = {name: seen.get(name, view) for name, view in unflatten(flat, buffer.layout).items()}
-            given = views
-            if root is not None and (buffer.trainable or not scored.isdisjoint(views)):
-                given = {
-                    name: leaf_of(root, view, work, "" if name in still else name)
-                    if (buffer.trainable or name in scored) and (name not in still or is_marked)
-                    else view
-                    for name, view in views.items()
-                }
-                trained |= given
-            if self._given is not None and self.is_open:
-                self._given += [
-                    _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
-                    for view, (name, leaf) in zip(views.values(), given.items(), strict=True)
-                ]
-            for name, leaf in given.items():
-                leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
-            leaves |= given
-        if self.is_open and root is not None:
-            self._refuse_parts(unit.name, trained, is_first=not forward.visits[unit.name])
+            views |= unflatten(flat, buffer.layout)
+        if seen:
+            views |= {name: seen[name] for name in views if name in seen}
+        leaves = views if work is None else views | self._leaves(unit, views, forward, work)
+        if self._given is not None and self.is_open:
+            self._given += [
+                _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
+                for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
+            ]
+        for name, leaf in leaves.items():
+            leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
+        if self.is_open and work is not None:
+            self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, leaves)
+
+    def _leaves(self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work) -> dict[str, Tensor]:
+        """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
+        names, still = unit.trained, forward.still
+        if self._scored:
+            names = tuple(name for name in views if name in names or name in self._scored)
+        # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
+        is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(unit.trained)
+        if still and not is_marked:
+            names = tuple(name for name in names if name not in still)
+        if not names:
+            return {}
+        small = [name for name in names if views[name].numel() <= SMALL]
+        labels = tuple("" if name in still else name for name in small)
+        handle, *leaves = root_of(work.anchor, work, unit.name, labels, *[views[name] for name in small])
+        forward.roots.append(handle.grad_fn)
+        found = dict(zip(small, leaves, strict=True))
+        if len(found) < len(names):
+            for name in names:
+                if name not in found:
+                    found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
+        return found
 
     def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
         """From a unit's second visit on, a gradient with respect to one of its parameters raises inside the forward.
@@ -198,7 +213,3 @@ class GivenParams:
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
         return was_changed(names[0] if names else None, where)
-
-
-def _trained_in(unit: UnitPlan) -> Iterator[str]:
-    return (name for buffer in unit.buffers if buffer.trainable for name in buffer.layout.names)

@@ -26,6 +26,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
 from fzero.runtime.offload import QUANTITIES, Offload
+from fzero.runtime.own_params import full_values
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
@@ -206,7 +207,7 @@ class StateBuilder:
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
             elif own.device.type != "meta":
-                values[name] = own.detach().to(self.device)
+                values[name] = full_values(own).to(self.device)
             else:
                 if prefix not in initialised:
                     initialised[prefix] = _initialise(module, prefix, init_fn, self.recipe.seed, self.device)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
+from fzero.plans.replay import Memory
 from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.runtime.hyper_check import HyperCheck
 from fzero.runtime.own_params import Origin, OwnGrads
@@ -18,6 +19,7 @@ class Learned:
 
     Attributes:
         orders: of collectives, by run; None where every step negotiates them.
+        answers: of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's own values, for a check that ends with the first step.
         num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
@@ -35,6 +37,7 @@ class Learned:
     compared: set[str] = field(default_factory=set)
     own_grads: OwnGrads | None = None
     holds_still: bool = False
+    answers: Memory = field(default_factory=Memory)
 
     @classmethod
     def nothing(cls, recipe: StepSpec) -> Self:
@@ -52,3 +55,7 @@ class Learned:
     def with_own_orders(self) -> Self:
         """The same, with orders of its own from here on."""
         return replace(self, orders=None if self.orders is None else self.orders.copy())
+
+    def negotiating(self) -> Self:
+        """The same, without orders: every run is negotiated, and none is learned."""
+        return replace(self, orders=None)

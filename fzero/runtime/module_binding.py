@@ -70,8 +70,9 @@ def is_bound(model: nn.Module) -> bool:
     return isinstance(model._parameters, FetchedParameters)
 
 
-@contextmanager
-def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
+def bound(
+    model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict[str, Tensor]
+) -> AbstractContextManager[None]:
     """Runs `model` on the tensors of `fetch` and `buffers`; afterwards, also after an error, the model is unchanged.
 
     Args:
@@ -81,50 +82,102 @@ def bound(model: nn.Module, aliases: dict[str, str], fetch: Fetch, buffers: dict
         buffers: the module's buffers by full name. In-place changes reach these tensors; if the model assigns a new tensor to a
             buffer, the mapping holds the new tensor.
     """
-    modules = list(model.named_modules())
-    found = [(module, module._parameters, module._buffers) for _, module in modules]
-    recurrent = [module for _, module in modules if isinstance(module, nn.RNNBase)]
-    flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
-    hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
-    children = [dict(module._modules.items()) for _, module in modules]
-    slots: list[_BufferSlot] = []
-    names_of: dict[int, str] = {}  # by the identity of the module's own parameter
-    own_by_id: dict[int, nn.Parameter] = {}
-    listers: list[nn.Module] = []
-    lister, parents = _lister(names_of, set(aliases.values()), fetch), _parents_of_ties(aliases)
-    leave = None
-    try:
-        for prefix, module in modules:
-            names = _own_names(module, prefix, aliases, names_of, own_by_id)
-            module.__dict__["_parameters"] = FetchedParameters(module._parameters, names, fetch)
-            if prefix in parents and type(module).named_parameters is nn.Module.named_parameters:
-                module.__dict__["named_parameters"] = MethodType(lister, module)
-                listers.append(module)
-            module.__dict__["_buffers"] = dict(module._buffers)
-            slots += _bind_buffers(module, prefix, aliases, buffers)
-        leave = own_params.enter(own_by_id, names_of, fetch)
-        yield
-        for (prefix, module), (_, _, own_buffers) in zip(modules, found, strict=True):
-            _check_slots(module, prefix, own_buffers)
-        if any(module._modules != own for (_, module), own in zip(modules, children, strict=True)):
-            _check_places(model, modules)
-        for slot in slots:
-            _check_same_kind(slot.name, slot.before, slot.now)
-    finally:
-        if leave is not None:
-            leave()
-        for slot in slots:
-            if slot.before is not None and slot.now is not None and slot.now is not slot.before:
-                buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
-        for module in listers:
-            del module.__dict__["named_parameters"]
-        for module, own_parameters, own_buffers in found:
-            _keep_caches(module, own_buffers)
-            module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
-        for hook in hooks:
-            hook.remove()
-        for module, own_weights, own_refs in flat_weights:
-            module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+    return Binding(model, aliases).to(fetch, buffers)
+
+
+class _Place(NamedTuple):
+    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name."""
+
+    prefix: str
+    module: nn.Module
+    children: dict[str, nn.Module | None]
+    lists: bool
+    names: dict[str, str]
+    """The full names of its parameters for `fetch`, by key."""
+
+
+class Binding:
+    """`bound` for a model and its aliases, which reads the tree of modules once, and again when that has changed."""
+
+    def __init__(self, model: nn.Module, aliases: dict[str, str]) -> None:
+        self._model, self._aliases = model, aliases
+        self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
+        self._found: list[_Place] = []
+
+    def _places(self) -> list[_Place]:
+        if not self._found or any(place.module._modules != place.children for place in self._found):
+            listed = nn.Module.named_parameters
+            self._found = [
+                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed, {})
+                for p, m in self._model.named_modules()
+            ]
+        return self._found
+
+    @contextmanager
+    def to(self, fetch: Fetch, buffers: dict[str, Tensor]) -> Iterator[None]:
+        """See `bound`."""
+        places = self._places()
+        found = [(place, place.module._parameters, place.module._buffers) for place in places]
+        recurrent = [place.module for place in places if isinstance(place.module, nn.RNNBase)]
+        flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
+        hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
+        slots: list[_BufferSlot] = []
+        names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+        own_by_id: dict[int, nn.Parameter] = {}
+        lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
+        try:
+            for place, own_parameters, own_buffers in found:
+                names = self._own_names(place, own_parameters, names_of, own_by_id) if own_parameters else {}
+                attributes = place.module.__dict__
+                attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
+                if place.lists:
+                    attributes["named_parameters"] = MethodType(lister, place.module)
+                    listers.append(place.module)
+                attributes["_buffers"] = dict(own_buffers)
+                if own_buffers:
+                    slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
+            leave = own_params.enter(own_by_id, names_of, fetch)
+            yield
+            for place, _, own_buffers in found:
+                _check_slots(place.module, place.prefix, own_buffers)
+            if any(place.module._modules != place.children for place in places):
+                _check_places(self._model, places)
+            for slot in slots:
+                _check_same_kind(slot.name, slot.before, slot.now)
+        finally:
+            if leave is not None:
+                leave()
+            for slot in slots:
+                if slot.before is not None and slot.now is not None and slot.now is not slot.before:
+                    buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
+            for module in listers:
+                del module.__dict__["named_parameters"]
+            for place, own_parameters, own_buffers in found:
+                module = place.module
+                if module._non_persistent_buffers_set:
+                    _keep_caches(module, own_buffers)
+                module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
+            for hook in hooks:
+                hook.remove()
+            for module, own_weights, own_refs in flat_weights:
+                module._flat_weights, module._flat_weight_refs = own_weights, own_refs
+
+    def _own_names(
+        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, nn.Parameter]
+    ) -> dict[str, str]:
+        """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
+        full, names = place.names, dict[str, str]()
+        for key, param in own.items():
+            if param is None:
+                continue
+            if key not in full:
+                name = f"{place.prefix}.{key}" if place.prefix else key
+                full[key] = self._aliases.get(name, name)
+            names_of[(index := id(param))] = names[key] = full[key]
+            own_by_id[index] = param
+            if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
+                check_no_hooks(names[key], param)
+        return names
 
 
 class _BufferSlot(NamedTuple):
@@ -138,24 +191,6 @@ class _BufferSlot(NamedTuple):
     @property
     def now(self) -> Tensor | None:
         return self.of_module.get(self.key)
-
-
-def _own_names(
-    module: nn.Module,
-    prefix: str,
-    aliases: Mapping[str, str],
-    names_of: dict[int, str],
-    own_by_id: dict[int, nn.Parameter],
-) -> dict[str, str]:
-    """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
-    dot, names = f"{prefix}." if prefix else "", {}
-    for key, own in module._parameters.items():
-        if own is not None:
-            names_of[(index := id(own))] = names[key] = aliases.get(dot + key, dot + key)
-            own_by_id[index] = own
-            if type(own) is nn.Parameter:  # otherwise another rank in lockstep has bound it
-                check_no_hooks(names[key], own)
-    return names
 
 
 def _bind_buffers(
@@ -178,15 +213,17 @@ def _bind_buffers(
 
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
     """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
-    dot, parameters = f"{prefix}." if prefix else "", module._parameters
+    parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
+    if not parameters.put and len(module._buffers) <= len(own_buffers):
+        return
+    dot = f"{prefix}." if prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
             raise late("parameter", dot + key)
-    if len(module._buffers) > len(own_buffers):
-        for key, buffer in module._buffers.items():
-            if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
-                raise late("buffer", dot + key)
+    for key, buffer in module._buffers.items():
+        if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
+            raise late("buffer", dot + key)
 
 
 def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
@@ -200,9 +237,9 @@ def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> No
             own_buffers[key] = made
 
 
-def _check_places(model: nn.Module, modules: Sequence[tuple[str, nn.Module]]) -> None:
+def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
     """Raises ValueError where a forward has replaced one module by another: the next binding would give it other weights."""
-    places = {id(module): prefix for prefix, module in modules}
+    places = {id(place.module): place.prefix for place in found}
     for prefix, module in model.named_modules():
         if places.get(id(module)) != prefix:
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
@@ -293,7 +330,10 @@ def beneath_modes(num_modes: int) -> AbstractContextManager[object]:
     A mode that a model enters must see the model's operations only. The gather of its parameters is not one of them, and is not
     repeated when the mode's region runs again.
     """
-    return nullcontext() if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+    return _NOTHING if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager

@@ -124,6 +124,11 @@ def check_tensors(model: nn.Module) -> None:
             )
     for name, param in model.named_parameters():
         check_no_hooks(name, param)
+        if hasattr(param, "ds_param_type") or (hasattr(param, "fzero_divided") and not param.numel()):
+            raise ValueError(
+                f"parameter {name!r}: must have its values, and is divided over the ranks, which zero.Init has done; "
+                f"pass a model of fzero.deepspeed.zero.Init to fzero.initialize, or make the model outside of it"
+            )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         if tensor.layout != torch.strided:
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
@@ -303,7 +308,7 @@ class Origin:
         self._check_kinds()
         self._is_open, self._seen = True, {}
         for name, x in () if given else _tensors(self._model):
-            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn):
+            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
                 self._seen[name] = bits_of(x)
 
     def close(self) -> None:
@@ -353,6 +358,12 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{key}" if prefix else key, buffer
+
+
+def full_values(tensor: Tensor) -> Tensor:
+    """A parameter's or buffer's values. *Collective* where it is divided (`fzero.engine.divided_params`): every rank."""
+    divided = getattr(tensor, "fzero_divided", None)
+    return tensor.detach() if divided is None else divided.full()  # type: ignore[no-any-return]
 
 
 def bits_of(tensor: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class SeenParams:
         units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
 
     Attributes:
+        is_on: the parameters that are compressed now.
         scored: the parameters whose gradient trains scores, also where they are frozen themselves.
     """
 
@@ -71,9 +72,9 @@ class SeenParams:
     ) -> None:
         self._plan, self._n, self._buffers = plan, n, buffers
         self._by_unit: dict[str, dict[str, Tensor]] = {}
-        self._is_on = {name for name in plan.params if plan.on(name, n)}
-        self._kept = kept_units(units, self._is_on) if units is not None and self._is_on else frozenset[str]()
-        self.scored = frozenset(name for name in self._is_on if plan.scores_of(name))
+        self.is_on = {name for name in plan.params if plan.on(name, n)}
+        self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()
+        self.scored = frozenset(name for name in self.is_on if plan.scores_of(name))
 
     def of(self, unit: UnitPlan, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """The values that differ from the parameters of a unit in use, by name.
@@ -81,15 +82,17 @@ class SeenParams:
         Args:
             full: returns all its parameters.
         """
+        if not self.is_on:
+            return {}
         found = self._by_unit.get(unit.name)
         if found is None:
-            names = [name for b in unit.buffers for name in b.layout.names if name in self._is_on]
+            names = [name for b in unit.buffers for name in b.layout.names if name in self.is_on]
             found = self._by_unit[unit.name] = self._computed(names, full() if names else {})
         return found
 
     def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that differ from the parameters, for a model whose parameters are all there."""
-        return self._computed(sorted(self._is_on), full)
+        return self._computed(sorted(self.is_on), full)
 
     def _computed(self, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -110,7 +113,7 @@ class SeenParams:
         Args:
             full: returns all parameters of its unit; called where scores need them.
         """
-        if name not in self._is_on:
+        if name not in self.is_on:
             return {name: grad}
         with torch.no_grad():
             given = full() if name in self.scored else {}

@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
@@ -16,12 +18,16 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
-from fzero.plans.plan import Plan
-from fzero.plans.unit_orders import AGREED, END, Event, Orders, Run, ScheduleError, serve
+from fzero.plans.plan import Plan, UnitPlan
+from fzero.plans.replay import Replay
+from fzero.plans.unit_orders import AGREED, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
+from fzero.runtime.learned import Learned
 from fzero.runtime.reductions import Reductions
 
+Action = tuple[Callable[..., object], Any]
+"""A function of a `Sequencer`, and its second argument."""
 PATIENCE = 20.0
 """If a rank must leave the learned order, it waits so many seconds for all others to leave it, too."""
 
@@ -32,74 +38,85 @@ class Sequencer:
     Args:
         plan: the units.
         mesh: the ranks.
-        orders: the learned orders by run; a run without one is negotiated, and learned. None negotiates every run.
+        learned: the orders by run; a run without one is negotiated, and learned. And the answers of the unit scheduler so far.
         gathers, reductions: execute the events.
 
     Attributes:
-        scheduler: decides what is executed when.
         phase: of the collectives that are executed now.
     """
 
-    def __init__(
-        self, plan: Plan, mesh: RankMesh, orders: Orders | None, gathers: Gathers, reductions: Reductions
-    ) -> None:
-        self._mesh, self._orders = mesh, orders
+    def __init__(self, plan: Plan, mesh: RankMesh, learned: Learned, gathers: Gathers, reductions: Reductions) -> None:
+        self._mesh, self._orders = mesh, learned.orders
         self._gathers, self._reductions = gathers, reductions
         self._units = {unit.name: unit for unit in plan.units}
-        self._flats = {buffer.key: (unit.name, buffer) for unit in plan.units for buffer in unit.buffers}
         here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
-        self.scheduler = UnitScheduler(plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
+        make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
+        self._prepared = _Actions(plan)
+        self._replay = Replay(
+            make, learned.answers, self._prepared
+        )  # no method of this object: a cycle would keep the state
         self.phase: Phase = "forward"
         self._run: Run = ()
 
-    def execute(self, events: Iterable[Event]) -> None:
-        """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
-        for kind, name in events:
-            EXECUTORS[kind](self, name)
+    @property
+    def in_forward(self) -> bool:
+        """Whether the model runs forward now, or backward."""
+        return self._replay.in_forward
+
+    def ask(self, *request: Any) -> None:
+        """Executes the events that answer a request: the name of a method of `UnitScheduler`, and its arguments.
+
+        *Collective* for the events that ranks agree on.
+        """
+        for execute, what in self._replay.ask(request):
+            execute(self, what)
+
+    def _execute(self, events: Iterable[Event]) -> None:
+        for execute, what in self._prepared(events):
+            execute(self, what)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
         """Inside, follows the order of a run, or negotiates it; a negotiated order is learned on exit."""
         known = None if self._orders is None else self._orders.learned.get(run)
         self._run, self.phase = run, "forward" if run[0] == "forward" else "backward"
-        self.scheduler.begin(known)
+        self.ask("begin", known)
         yield
         if self._orders is not None and known is None:
-            events, is_whole = self.scheduler.recorded(run, differ=self._orders.differ)
+            events, is_whole = self._replay.scheduler.recorded(run, differ=self._orders.differ)
             if self._orders.learn(run, events, is_whole=is_whole):
                 self._warn()
 
-    def _turn(self, _: str) -> None:
+    def _turn(self, _: None) -> None:
         self.phase = "backward"
 
-    def _gather(self, name: str) -> None:
-        with profiler_range("gather", name):
-            self._gathers.start(self._units[name], self.phase)
+    def _gather(self, unit: UnitPlan) -> None:
+        with profiler_range("gather", unit.name):
+            self._gathers.start(unit, self.phase)
 
-    def _reduce(self, name: str) -> None:
-        unit = self._units[name]
+    def _reduce(self, unit: UnitPlan) -> None:
         verb = "all_reduce" if unit.buffers[0].flow.reduces_to == "full" else "reduce_scatter"
-        with profiler_range(verb, name):
+        with profiler_range(verb, unit.name):
             self._reductions.start(unit, self.phase)
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
     def _negotiate(self) -> None:
         """Agrees with all ranks on one event after the other, until this rank needs no more (`wish` is None)."""
-        names = list(self._units)
-        while (wish := self.scheduler.wish) is not None:
+        names, scheduler = list(self._units), self._replay.scheduler
+        while (wish := scheduler.wish) is not None:
             code = [-1, -1]
             if wish.kind in AGREED:
                 code = [AGREED.index(wish.kind), names.index(wish.unit) if wish.unit else -1]
             row = torch.tensor(code, device=self._gathers.device)
             rows = collectives.stack(row, self._mesh.world, label=Label("negotiate", phase=self.phase)).tolist()
-            served = serve(rows, in_forward=self.scheduler.in_forward)
+            served = serve(rows, in_forward=scheduler.in_forward)
             if served is None:
-                self.execute(self.scheduler.agreed(END))
+                self._execute(scheduler.agreed(END))
                 continue
-            if self.scheduler.in_forward and self._orders is not None:
+            if scheduler.in_forward and self._orders is not None:
                 self._orders.differ |= any(row != served for row in rows)
-            self.execute(self.scheduler.agreed(Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")))
+            self._execute(scheduler.agreed(Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")))
 
     def _depart(self) -> None:
         """Abandons the order if every rank needs an event that it lacks; the run is negotiated from here on.
@@ -107,7 +124,7 @@ class Sequencer:
         Raises:
             ScheduleError: some ranks do not leave the order.
         """
-        scheduler, wish = self.scheduler, self.scheduler.wish
+        scheduler, wish = self._replay.scheduler, self._replay.scheduler.wish
         places = collectives.aside(scheduler.place, self._mesh.world, seconds=PATIENCE) if self._orders else None
         if places is None or self._orders is None:
             raise ScheduleError(
@@ -118,7 +135,7 @@ class Sequencer:
         events = scheduler.depart(max(places))
         if self._orders.give_up(self._run):
             self._warn()
-        self.execute(events)
+        self._execute(events)
 
     def _warn(self) -> None:
         """Warns on rank 0, once per run, that its order is negotiated."""
@@ -131,18 +148,34 @@ class Sequencer:
             )
 
 
-EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
+class _Actions:
+    """From events to the functions that execute them, each with its unit; for a flat gradient the unit's name and the buffer."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    @cached_property
+    def _targets(self) -> dict[tuple[bool, str], Any]:
+        units = self._plan.units
+        flats = {(True, buffer.key): (unit.name, buffer) for unit in units for buffer in unit.buffers}
+        return {(False, ""): None, **{(False, unit.name): unit for unit in units}, **flats}
+
+    def __call__(self, events: Iterable[Event]) -> tuple[Action, ...]:
+        return tuple((EXECUTORS[event.kind], self._targets[event.kind == "collect", event.unit]) for event in events)
+
+
+EXECUTORS: dict[str, Callable[[Sequencer, Any], object]] = {
     "gather": Sequencer._gather,
-    "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(work._units[unit]),
-    "wait_gather": lambda work, unit: work._gathers.wait(work._units[unit]),
-    "release": lambda work, unit: work._gathers.release(unit),
-    "drop_gather": lambda work, unit: work._gathers.drop(unit),
+    "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(unit),
+    "wait_gather": lambda work, unit: work._gathers.wait(unit),
+    "release": lambda work, unit: work._gathers.release(unit.name),
+    "drop_gather": lambda work, unit: work._gathers.drop(unit.name),
     "boundary": Sequencer._turn,
-    "collect": lambda work, key: work._reductions.collect(*work._flats[key]),
+    "collect": lambda work, flat: work._reductions.collect(*flat),
     "keep": Sequencer._reduce,
     "reduce": Sequencer._reduce,
     "end_reduce": lambda work, _: work._reductions.end_oldest(),
     "negotiate": lambda work, _: work._negotiate(),
     "depart": lambda work, _: work._depart(),
 }
-"""The function that executes each kind of event on tensors."""
+"""The function that executes each kind of event on tensors, from its unit."""

@@ -29,6 +29,7 @@ from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
+from fzero.runtime.module_binding import Binding
 from fzero.runtime.offload import Offload
 from fzero.runtime.state_form import StateForm
 from fzero.runtime.step_spec import StepSpec, check_same
@@ -50,6 +51,44 @@ class Program(Protocol):
     """Runs the forwards and backwards of a step: eagerly, as one graph, or for all ranks at once."""
 
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
+
+
+class Stages(Protocol):
+    """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
+
+    @property
+    def world(self) -> Bound: ...
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def stores(self, tensor: str, /) -> bool:
+        """Whether this stage stores a tensor of the state in checkpoints. (Others may hold the same.)"""
+        ...
+
+    def micro_batches(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs."""
+        ...
+
+    def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device, /) -> list[list[Tensor]]:
+        """The contributions of all stages' flat buffers to the norm, from those of this stage, for each shard."""
+        ...
+
+    def first_name(self, name: str | None, /) -> str | None:
+        """The first of the names of all stages, in the order of the layers."""
+        ...
+
+    def evaluate(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> Tensor:
+        """The mean loss, without gradients."""
+        ...
+
+    def first_state(self, run: StepRuntime, state: TrainState[Tensor], /) -> TrainState[Tensor]:
+        """The first state with equal copies of tied layers."""
+        ...
+
+    def all_of(self, own: Mapping[str, Tensor], /, *, keep: bool) -> dict[str, Tensor]:
+        """The tensors of all stages, by name."""
+        ...
 
 
 class Blocks(Protocol):
@@ -82,6 +121,7 @@ class StepRuntime:
         observer: sees batches and updates.
         runs: the program of a step.
         blocks: the compiled blocks, if there are any.
+        stages: the other stages of a pipeline; None without one. The rest of the runtime is that of this rank's stage.
     """
 
     recipe: StepSpec
@@ -104,6 +144,7 @@ class StepRuntime:
     observer: Observer | None
     runs: Program | None = None
     blocks: Blocks | None = None
+    stages: Stages | None = None
 
     @classmethod
     def make(cls, recipe: StepSpec, ranks: Bound | AbstractAxis) -> Self:
@@ -199,6 +240,21 @@ class StepRuntime:
         return self.bound
 
     @property
+    def world(self) -> Bound:
+        """All ranks of the job, also those of other pipeline stages."""
+        return self.mesh.world if self.stages is None else self.stages.world
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the plan."""
+        return self.ranks.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors of the model's other stages, if there are any, and of this one."""
+        return () if self.stages is None else self.stages.names
+
+    @property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
         autocast = self.recipe.cfg.precision.autocast
@@ -208,6 +264,11 @@ class StepRuntime:
     def aliases(self) -> dict[str, str]:
         """Further names of tied parameters and module buffers, and of tensors with another name in `state_dict`."""
         return self.plan.aliases | {key: name for key, name in self.stored_names.items() if key != name}
+
+    @cached_property
+    def binding(self) -> Binding:
+        """Binds the model to the tensors of a state."""
+        return Binding(self.recipe.model, self.plan.aliases)
 
     # --- states ----------------------------------------------------------------------------------------------------
 

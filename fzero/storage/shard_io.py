@@ -169,7 +169,9 @@ class ShardTransfer:
             measures: whether these are the final values, which are measured for `known`.
         """
         self._measured.pop(name, None)
-        if isinstance(home, FileTensor):
+        if home is values and not adds:
+            here = values
+        elif isinstance(home, FileTensor):
             with profiler_range("write_back", name):
                 here = self._put_in_file(name, home, values, adds=adds)
         elif home.device != values.device:
@@ -179,7 +181,9 @@ class ShardTransfer:
             here = self._put_in_memory(home, values, adds=adds)
         measures &= isinstance(home, FileTensor) or self._in_memory
         if measures and self._measure is not None and here.numel():
-            self._measured[name] = self._measure(here.to(home.dtype)).to(self.device), home, _version(home)
+            number = self._measure(here if here.dtype == home.dtype else here.to(home.dtype))
+            number = number if number.device == self.device else number.to(self.device)
+            self._measured[name] = number, home, _version(home)
 
     def known(self, name: str, home: Leaf) -> Tensor | None:
         """The measurement of the shard, if it was measured and, as far as PyTorch counts, has not changed since."""

@@ -16,7 +16,6 @@ from training import make
 
 import fzero
 import fzero.deepspeed as deepspeed
-from fzero.config.config import ConfigWarning
 from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError
 
 
@@ -414,13 +413,6 @@ def test_states_that_are_away_are_missed() -> None:
     engine(data(0)[0])
     engine.destroy()
     assert "forward" not in engine.module.__dict__
-
-
-def test_what_init_cannot_do_is_told() -> None:
-    with pytest.warns(ConfigWarning, match="full model is made in this process's memory"), deepspeed.zero.Init():
-        model = make(Net)
-    deepspeed.zero.register_external_parameter(model, model.head.weight)
-    assert not isinstance(model.head.weight, PartitionedParameter)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,10 +1,10 @@
-"""`GatheredParameters`, `Init`, and functions of DeepSpeed that fzero does not need."""
+"""`Init`, `GatheredParameters`, and functions of DeepSpeed that fzero does not need."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -15,6 +15,9 @@ from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.config.config import ConfigWarning
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
+from fzero.engine.constructors import constructing
+from fzero.engine.divided_params import check_not_foreign, divide, fingerprint, gathered, refuse_changes
+from fzero.engine.division_rules import check_all_ranks, rules_of
 from fzero.engine.param_status import ZeroParamStatus as ZeroParamStatus
 from fzero.engine.param_views import engine_of
 from fzero.resharding.parameters import full_params, with_weight
@@ -35,17 +38,17 @@ class ZeroParamType(Enum):
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., Tensor], target_fp_dtype: torch.dtype, target_device: Any = None
 ) -> Callable[..., Tensor]:
-    """The function itself: `Init` changes no constructor. transformers replaces this name while it makes a model."""
+    """The function itself: `Init` changes no function of torch. transformers replaces this name while it makes a model."""
     return fn
 
 
 def is_zero_param(parameter: object) -> bool:
-    """Whether an engine shards the parameter in stage 3."""
+    """Whether an engine of stage 3 has the parameter, or `Init` has divided it."""
     return hasattr(parameter, "ds_id")
 
 
 def shutdown_init_context() -> None:
-    """Does nothing: `Init` changes no constructor."""
+    """Does nothing: `initialize` may be called inside `Init`."""
 
 
 def restore_init_context() -> None:
@@ -53,26 +56,86 @@ def restore_init_context() -> None:
 
 
 class Init(AbstractContextManager["Init"]):
-    """Has no effect on models made inside: they are in this process's memory in full, until `initialize` shards them.
+    """Inside, every rank keeps its shards of the parameters of the models that are made, and at most one module's in full.
 
-    A model that does not fit can be made on `meta`, and filled unit by unit by `fzero.make_train_step` (docs/deepspeed.md).
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = Model()
+        engine, *_ = deepspeed.initialize(model=model, config=config)  # takes the shards over, one unit at a time
+
+    Rank 0's values count. Outside of `GatheredParameters` a parameter is empty, and has `ds_shape`, `ds_numel`, `ds_tensor`
+    and so on. A constructor may use its children's parameters, and so may `module.apply` inside. Buffers stay whole. Inside
+    another one it changes nothing.
+
+    *Collective:* every rank makes the same modules in the same order; each parameter is sent once. Joins the job's process
+    group if necessary.
+
+    Args:
+        module: divides this model, instead of those made inside.
+        data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group: None, or the group of all ranks.
+        remote_device: where shards are until `initialize`: "none" (the device), "cpu", or "nvme", files without names in the
+            configuration's `nvme_path`. None takes the configuration's `offload_param`.
+        pin_memory: whether shards in host memory are pinned, if there is a GPU.
+        config_dict_or_path, config: a mapping in DeepSpeed's schema, or a path; read are the dtype and `offload_param`.
+        enabled: False does nothing.
+        dtype: of floating parameters. None takes the configuration's (fp32 where it says none); without one they keep theirs.
+        mpu: must have no model parallelism.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: have no effect on shards, with a warning.
+        mem_efficient_linear, param_swapper, tensor_overrides: ignored; functions and tensors are PyTorch's own.
+
+    Raises:
+        ConfigError: a value is not supported.
     """
 
-    def __init__(self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any) -> None:
-        if enabled:
-            warnings.warn(
-                "zero.Init: the full model is made in this process's memory, and sharded by initialize; docs/deepspeed.md says "
-                "how to make one that does not fit",
-                ConfigWarning,
-                stacklevel=2,
-            )
+    _active: Init | None = None
 
-    def __exit__(self, *error: object) -> None:
-        pass
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Mapping[str, Any] | str | None = None,
+        config: Mapping[str, Any] | str | None = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
+    ) -> None:
+        self.enabled = enabled
+        if not enabled:
+            return
+        groups = (data_parallel_group, zero_param_parallel_group, sequence_data_parallel_group)
+        check_all_ranks(groups, mpu)
+        if zero_quantized_weights or zero_quantized_nontrainable_weights:
+            quantized = "zero.Init: shards are not quantized; set zero_optimization.zero_quantized_weights for gathers"
+            warnings.warn(quantized, ConfigWarning, stacklevel=2)
+        source = config if config_dict_or_path is None else config_dict_or_path
+        self.rules = rules_of(source, dtype=dtype, remote_device=remote_device, pins=pin_memory)
+        if module is not None:
+            check_not_foreign(module.parameters())
+            divide(module.parameters(), self.rules)
+
+    def __enter__(self) -> Init:
+        self._inside: AbstractContextManager[None] = nullcontext()
+        if self.enabled and Init._active is None:
+            Init._active, self._inside = self, constructing(self.rules)
+        self._inside.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if Init._active is self:
+            Init._active = None
+        self._inside.__exit__(*error)
 
 
 class GatheredParameters(AbstractContextManager[None]):
-    """Inside, the parameters are full: copies, in every stage.
+    """Inside, the parameters are full: copies, in every stage, and before there is an engine those that `Init` has divided.
 
     *Collective:* every rank, with the same parameters, to enter and to leave.
 
@@ -105,12 +168,14 @@ class GatheredParameters(AbstractContextManager[None]):
 def _gathered(given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
     engine = next(filter(None, map(engine_of, given)), None)
     if engine is None:
-        yield
+        check_not_foreign(given)
+        with gathered(given, modifier_rank):
+            yield
         return
     engine.active_step()
     names = sorted({name for name in map(engine.live.name_of, given) if name is not None})
     outer, whole = engine.is_gathered, full_params(engine.train_step, engine.state, names)
-    before = {name: _fingerprint(value) for name, value in whole.items()}
+    before = {name: fingerprint(value) for name, value in whole.items()}
     for name, value in whole.items():
         engine.live.show(name, value)
     engine.is_gathered = outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
@@ -127,13 +192,8 @@ def _gathered(given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[No
             agreed = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)
             engine.state = with_weight(engine.train_step, engine.state, name, agreed)
         return
-    changed = [name for name, value in values.items() if _fingerprint(value) != before[name]]
-    for rank, of_rank in enumerate(collectives.exchange(changed, axis, label=Label("other"))):
-        if of_rank:
-            raise RuntimeError(
-                f"GatheredParameters: {of_rank[0]!r} must not change while modifier_rank is None, and was changed on rank "
-                f"{rank}; pass modifier_rank={rank}, whose values all ranks then get"
-            )
+    changed = [name for name, value in values.items() if fingerprint(value) != before[name]]
+    refuse_changes(changed, axis)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -147,11 +207,3 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Does nothing, as `register_external_parameter`."""
-
-
-def _fingerprint(value: Tensor) -> tuple[Any, ...]:
-    """A checksum that changes when an element changes, or two are exchanged."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = value.detach().contiguous().view(-1).view(kinds[value.element_size()]).to(torch.int64)
-    places = torch.arange(1, bits.numel() + 1, device=bits.device)
-    return tuple(value.shape), int(bits.sum()), int((bits * places).sum())

@@ -1,0 +1,175 @@
+"""The predicted course of a step in a pipeline: when each stage computes, how long it waits, and what it stores.
+
+An order says what follows what; costs say how long it takes. A stage starts an event when it has ended the one before and has
+what the event needs. A message starts when it is made and the link to that stage is free. Nothing else takes time: no overhead
+per event, and sends do not slow down compute. Seconds and bytes only; no tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+from fzero.pipeline.orders import COMPUTE, PipeOrder, receive_of
+from fzero.pipeline.partition import LayerCost
+from fzero.plans.unit_orders import Event
+
+
+class Span(NamedTuple):
+    """An event, from `start` to `stop` seconds after the beginning of the step."""
+
+    event: Event
+    start: float
+    stop: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """When what happens in a step, as predicted.
+
+    Args:
+        order: whose events these are.
+        spans: by stage, the events that compute.
+        messages: by stage, its sends, while they are under way.
+        stored: by stage, the most bytes that forwards have stored for backwards at one time.
+        state: by stage, the bytes of its parameters, gradients and optimizer state.
+        sent: by stage, the bytes that it sends to other stages.
+    """
+
+    order: PipeOrder
+    spans: tuple[tuple[Span, ...], ...]
+    messages: tuple[tuple[Span, ...], ...]
+    stored: tuple[int, ...]
+    state: tuple[int, ...]
+    sent: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first event to the end of the last one."""
+        return max((spans[-1].stop for spans in self.spans if spans), default=0.0)
+
+    def busy(self, stage: int) -> float:
+        """The seconds in which a stage computes."""
+        return sum(span.stop - span.start for span in self.spans[stage])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all stages' time in which they wait."""
+        total = self.order.stages * self.seconds
+        return 1 - sum(map(self.busy, range(self.order.stages))) / total if total else 0.0
+
+    @property
+    def nbytes(self) -> tuple[int, ...]:
+        """By stage, the peak: its state, and the most that it stores."""
+        return tuple(map(sum, zip(self.state, self.stored, strict=True)))
+
+
+def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[LayerCost, ...]:
+    """The costs of chunks from those of layers; an empty chunk costs nothing, and passes on what it gets.
+
+    >>> [cost.forward for cost in chunk_costs([LayerCost(1, 2), LayerCost(3, 4), LayerCost(5, 6)], (0, 2, 3))]
+    [4, 5]
+    """
+    found = list[LayerCost]()
+    for start, stop in pairwise(bounds):
+        own = costs[start:stop]
+        backward = sum(cost.backward for cost in own)
+        weights = sum(cost.backward * cost.weight_share for cost in own)
+        found.append(
+            LayerCost(
+                sum(cost.forward for cost in own),
+                backward,
+                sum(cost.state_nbytes for cost in own),
+                sum(cost.stored_nbytes for cost in own),
+                own[-1].output_nbytes if own else (found[-1].output_nbytes if found else 0),
+                weights / backward if backward else 0.5,
+            )
+        )
+    return tuple(found)
+
+
+def predict(
+    order: PipeOrder, costs: Sequence[LayerCost], *, bandwidth: float = math.inf, latency: float = 0.0
+) -> Timeline:
+    """The timeline of an order.
+
+    Args:
+        order: checked (`plan_order`).
+        costs: by chunk, of one micro-batch.
+        bandwidth: of the link from one stage to another, bytes per second in each direction.
+        latency: seconds that each message takes besides.
+
+    >>> from fzero.pipeline.orders import one_f_one_b
+    >>> timeline = predict(one_f_one_b(4, 12), [LayerCost(1.0, 2.0, stored_nbytes=10)] * 4)
+    >>> timeline.seconds, round(timeline.bubble, 3), timeline.stored
+    (45.0, 0.2, (40, 30, 20, 10))
+    """
+    if len(costs) != order.num_chunks:
+        raise ValueError(
+            f"predict: costs must be one for each of the {order.num_chunks} chunks of the order, got {len(costs)}; "
+            "make them from those of layers with chunk_costs"
+        )
+    stages = [_Stage(order, stage, costs) for stage in range(order.stages)]
+    arrived = dict[Event, float]()
+    free = defaultdict[tuple[int, int], float](float)  # by link, when it is free
+    has_moved = True
+    while has_moved:
+        has_moved = False
+        for stage in stages:
+            while (event := stage.next) is not None and not (event.kind.startswith("receive") and event not in arrived):
+                has_moved = True
+                stage.place += 1
+                if event.kind in COMPUTE:
+                    stage.compute(event)
+                elif event.kind.startswith("receive"):
+                    stage.now = max(stage.now, arrived[event])
+                else:
+                    there, receive = receive_of(event, order.stage_of)
+                    start = max(stage.now, free[stage.stage, there])
+                    nbytes = costs[event.chunk if event.kind == "send_output" else event.chunk - 1].output_nbytes
+                    stop = free[stage.stage, there] = arrived[receive] = start + latency + nbytes / bandwidth
+                    stage.messages.append(Span(event, start, stop))
+                    stage.sent += nbytes
+    assert all(stage.next is None for stage in stages), "check_order accepts no order that stops"
+    return Timeline(
+        order,
+        tuple(tuple(stage.spans) for stage in stages),
+        tuple(tuple(stage.messages) for stage in stages),
+        tuple(stage.most_stored for stage in stages),
+        tuple(sum(costs[chunk].state_nbytes for chunk in order.chunks_of(stage)) for stage in range(order.stages)),
+        tuple(stage.sent for stage in stages),
+    )
+
+
+class _Stage:
+    """One stage on its way through its events."""
+
+    def __init__(self, order: PipeOrder, stage: int, costs: Sequence[LayerCost]) -> None:
+        self.stage, self.events, self.costs, self.trains = stage, order.events[stage], costs, order.has_backward
+        self.place, self.now = 0, 0.0
+        self.stored = self.most_stored = self.sent = 0
+        self.spans, self.messages = list[Span](), list[Span]()
+
+    @property
+    def next(self) -> Event | None:
+        return self.events[self.place] if self.place < len(self.events) else None
+
+    def compute(self, event: Event) -> None:
+        cost = self.costs[event.chunk]
+        seconds = {
+            "forward": cost.forward,
+            "backward": cost.backward,
+            "backward_input": cost.backward * (1 - cost.weight_share),
+            "backward_weight": cost.backward * cost.weight_share,
+        }[event.kind]
+        self.spans.append(Span(event, self.now, self.now + seconds))
+        self.now += seconds
+        if event.kind == "forward" and self.trains:
+            self.stored += cost.stored_nbytes
+            self.most_stored = max(self.most_stored, self.stored)
+        elif event.kind in ("backward", "backward_weight"):  # `W` needs what the forward stored
+            self.stored -= cost.stored_nbytes
