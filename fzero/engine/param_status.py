@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from enum import Enum
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,12 @@ def mark(
     param.__dict__.update(zip(_SET, values, strict=True))
     if own is None:
         del param.__dict__["ds_tensor"]
+
+
+def marks_inside(param: nn.Parameter) -> dict[str, Any]:
+    """The attributes of a marked parameter inside a forward, where it is available."""
+    kept = {name: value for name, value in param.__dict__.items() if name in _SET and name != "ds_tensor"}
+    return kept | {"ds_status": ZeroParamStatus.AVAILABLE}
 
 
 def unmark(param: nn.Parameter) -> None:

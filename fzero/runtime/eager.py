@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -68,6 +68,7 @@ class ForwardBackward:
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         seen: what modules see of compressed parameters.
         answers: of the unit scheduler so far.
+        marks: attributes of parameters in the forward, by name.
 
     Attributes:
         forwards: the forwards so far.
@@ -87,11 +88,12 @@ class ForwardBackward:
         hook_states: Mapping[str, States] = {},
         seen: SeenParams,
         answers: Memory,
+        marks: Mapping[str, Mapping[str, Any]] = {},
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards, self._seen = Forwards(), seen
-        self._given = GivenParams(seen.scored)
+        self._given = GivenParams(seen.scored, marks)
         self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, orders, answers, self._gathers, self._reductions)
@@ -319,12 +321,25 @@ class ForwardBackward:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, views of gathered buffers are saved as `SavedView`s."""
-        if not any(unit.gathered_numel for unit in self.plan.units):
+        if not (self._given.has_marks or any(unit.gathered_numel for unit in self.plan.units)):
             yield
             return
-        pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-        with saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self)):
+        if self._given.has_marks:
+            pack, unpack = untraced(ForwardBackward._pack_marked), untraced(ForwardBackward._unpack_marked)
+            hooks = saved_tensors_hooks(partial(pack, self), partial(unpack, self))
+        else:
+            pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
+            hooks = saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self))
+        with hooks:
             yield
+
+    def _pack_marked(self, tensor: Tensor) -> tuple[SavedView | tuple[Tensor, int], Mapping[str, Any]]:
+        return self._gathers.as_saved(tensor), self._given.marks_of(tensor)
+
+    def _unpack_marked(self, saved: tuple[SavedView | tuple[Tensor, int], Mapping[str, Any]]) -> Tensor:
+        tensor = self._unpack(saved[0])
+        tensor.__dict__ |= saved[1]
+        return tensor
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):

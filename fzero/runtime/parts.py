@@ -124,7 +124,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
         run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state), answers=learned.answers,
+        seen=seen_params(run, state), answers=learned.answers, marks=learned.marks,
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -380,8 +380,9 @@ def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers
-    )
+        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers,
+        marks=learned.marks,
+    )  # fmt: skip
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
