@@ -10,7 +10,7 @@ CORES  := $(shell getconf _NPROCESSORS_ONLN)
 # Tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs memcheck mutants test test-all nightly lint bench env clean
+.PHONY: demo docs gpu memcheck mutants test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -59,6 +59,9 @@ docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows i
 
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/peers.py $(ARGS)
+
+gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--pretended" runs the laws on any machine
+	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build out *.egg-info

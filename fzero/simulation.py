@@ -124,8 +124,7 @@ class LockstepRanks:
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> TrainState[Tensor]:
         """A new state of all ranks; arguments as for `TrainStep.init`."""
         self._origin.look(given=params is not None)
-        state: TrainState[Tensor] = stacked(self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
-        return state
+        return self.joined(self.on_each(lambda rank: self.steps[rank].init(params, init_fn=init_fn)))
 
     def __call__(self, state: TrainState[Tensor], batch: Any) -> tuple[TrainState[Tensor], Metrics]:
         """One step of all ranks.
@@ -135,38 +134,39 @@ class LockstepRanks:
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
         """
         self._origin.leave()
-        states, batches = unstacked(state, self.world_size), self.batches_of(batch)
+        states, batches = self.states_of(state), self.batches_of(batch)
         try:
             results = self.on_each(lambda rank: self.steps[rank](states[rank], batches[rank]))
-            return _restacked(state, [new for new, _ in results]), results[0][1]
+            return self.joined([new for new, _ in results], state), results[0][1]
         finally:
-            if any(map(is_donated, states)) and not is_donated(state):
-                taken(state)
+            self.take(state, states)
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
-        states, batches = unstacked(state, self.world_size), self.batches_of(batch)
+        states, batches = self.states_of(state), self.batches_of(batch)
         return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 
     def gather(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """The full state dict, as `TrainStep.gather`."""
-        states = unstacked(state, self.world_size)
+        states = self.states_of(state)
         return self.on_each(lambda rank: self.steps[rank].gather(states[rank], to="rank0"))[0]
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Tensor]:
         """The weights by flat buffer, stacked, as `TrainStep.weights`."""
-        states = unstacked(state, self.world_size)
+        states = self.states_of(state)
         self.on_each(lambda rank: self.steps[rank].weights(states[rank]))  # checks the states
         return {b.key: state.master.get(b.key, state.params[b.key]) for b in self.plan.flat_buffers}
 
     def with_weights(self, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:
         """The state with other weights, as `TrainStep.with_weights`; `state` and `weights` are stacked."""
-        states, of_ranks = unstacked(state, self.world_size), unstacked(weights, self.world_size)
-        return _restacked(state, self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])))
+        states, of_ranks = self.states_of(state), unstacked(weights, self.world_size)
+        return self.joined(
+            self.on_each(lambda rank: self.steps[rank].with_weights(states[rank], of_ranks[rank])), state
+        )
 
     def first_overflow(self, state: TrainState[Tensor]) -> str | None:
         """The first parameter whose gradient is not finite, as `TrainStep.first_overflow`."""
-        states = unstacked(state, self.world_size)
+        states = self.states_of(state)
         return self.on_each(lambda rank: self.steps[rank].first_overflow(states[rank]))[0]
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
@@ -180,6 +180,20 @@ class LockstepRanks:
     @property
     def has_agreed(self) -> bool:
         return self.steps[0].has_agreed
+
+    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
+        """The state of each rank."""
+        return unstacked(state, self.world_size)
+
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> TrainState[Tensor]:
+        """The state of all ranks; `before` is the one that the step has taken."""
+        state: TrainState[Tensor] = stacked(states) if before is None else _restacked(before, states)
+        return state
+
+    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
+        """Marks a state as donated if a rank has taken its part."""
+        if any(map(is_donated, states)) and not is_donated(state):
+            taken(state)
 
     def batches_of(self, batch: Any) -> list[Any]:
         """The batch of every rank."""
@@ -311,6 +325,40 @@ class VmapRanks(LockstepRanks):
         return next_state(run.rules, collected, taken(state), outcome._replace(loss_scale=outcome_W.loss_scale))
 
 
+class PipelineRanks(LockstepRanks):
+    """A pipelined train step whose ranks take turns in this process; made by `simulate`.
+
+    Stages hold different parameters. So a state is a list with the `TrainState` of each rank. A batch has a leading dimension of
+    the ranks along "data": all stages of one pipeline read the same samples.
+    """
+
+    def states_of(self, state: Any) -> list[TrainState[Tensor]]:
+        if not isinstance(state, list) or len(state) != self.world_size:
+            raise ValueError(
+                f"simulate: a pipeline's state must be a list with the TrainState of each of {self.world_size} ranks, got "
+                f"{type(state).__name__}; pass that of init() or of the last step"
+            )
+        return state
+
+    def joined(self, states: Sequence[TrainState[Tensor]], before: Any = None) -> Any:
+        return list(states)
+
+    def take(self, state: Any, states: Sequence[TrainState[Tensor]]) -> None:
+        """Each rank's own state is marked already."""
+
+    def weights(self, state: Any) -> Any:
+        """The weights of each rank by flat buffer, as `TrainStep.weights`."""
+        return [step.weights(own) for step, own in zip(self.steps, self.states_of(state), strict=True)]
+
+    def batches_of(self, batch: Any) -> list[Any]:
+        num_data = self.plan.world_size
+        if not isinstance(batch, Iterator):
+            parts = unstacked(batch, num_data)
+            return [parts[rank % num_data] for rank in range(self.world_size)]
+        taken_now = [unstacked(one, num_data) for one in islice(batch, self.plan.num_micro_steps)]
+        return [iter([one[rank % num_data] for one in taken_now]) for rank in range(self.world_size)]
+
+
 def simulate(
     step: TrainStep,
     world_size: int | None = None,
@@ -345,13 +393,19 @@ def simulate(
             f"simulate: world_size must be a positive integer, got {world_size!r}; say how many ranks are meant"
         )
     if mesh is None and step.world_size == world_size:
-        mesh = step.plan.mesh
+        mesh = step.mesh
     if by not in (None, "vmap", "lockstep"):
         raise ValueError(f"simulate: by must be 'vmap', 'lockstep' or None, got {by!r}; pass one of these")
     if compile not in (None, "inductor", "aot_eager"):
         raise ValueError(
             f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
         )
+    if step.recipe.pipeline is not None:
+        if by == "vmap" or compile is not None:
+            raise ValueError(
+                "simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'"
+            )
+        return PipelineRanks(step.recipe, world_size, mesh=mesh)
     if by == "lockstep":
         if compile is not None:
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")

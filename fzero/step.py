@@ -41,6 +41,7 @@ from fzero.runtime.loss import LossFn
 from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
+from fzero.runtime.token_dropping import noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
 from sharding import Mesh
@@ -81,6 +82,7 @@ def make_train_step(
     check_params: Literal["first", "always"] = "first",
     seed: int = 0,
     after: TrainStep | Mapping[str, int] | None = None,
+    pipeline: Any = None,
 ) -> TrainStep:
     """A training step of `model` with ZeRO stage `cfg.zero_optimization.stage`.
 
@@ -145,6 +147,9 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` then has an axis `"pipe"`,
+            the stages; `model` is a `PipelineModule` or an `nn.Sequential`; a micro-batch is (inputs, labels), of which the first
+            stage reads the inputs and the last one the labels; and `loss_fn(outputs, labels)` takes the last layer's output.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -162,7 +167,8 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed),
+        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model),
+        pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
@@ -174,6 +180,15 @@ def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan:
     from fzero.compression.matching import compression  # a step without compression does not load it
 
     return compression(cfg, model, seed=seed)
+
+
+def _pipeline(given: Any, mesh: Any) -> Any:
+    """The pipeline of an argument; with a mesh axis "pipe" and no argument, that of the usual order."""
+    if given is None and "pipe" not in getattr(getattr(mesh, "mesh", mesh), "names", ()):
+        return None
+    from fzero.pipeline.pipeline import Pipeline  # a step without a pipeline does not load it
+
+    return Pipeline() if given is None else Pipeline.of(given)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
@@ -200,18 +215,23 @@ class TrainStep:
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: of this process.
+        mesh: of all ranks. In a pipeline `plan` is that of this rank's stage, whose mesh is a part of this one.
         device: where the state is, and the batch must be.
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
-        self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
+        if recipe.pipeline is None:
+            self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
+        else:
+            self.runtime = run = recipe.pipeline.runtime(recipe, axis)
         self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
-        self.rank, self.world_size = axis.rank, axis.size
+        self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
-        return None if self.runtime.runs is parts.forward_backward else cast("GraphProgram", self.runtime.runs)
+        is_eager = self.runtime.runs is parts.forward_backward or self.runtime.stages is not None
+        return None if is_eager else cast("GraphProgram", self.runtime.runs)
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -454,7 +474,9 @@ def _with_program(run: StepRuntime) -> StepRuntime:
     if run.recipe.compile == "block":
         from fzero.graph.blocks import CompiledBlocks
 
-        run = replace(run, blocks=CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend))
+        num_lengths = len(run.recipe.drop.lengths) if run.recipe.drop is not None else 0
+        blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
+        run = replace(run, blocks=blocks)
     return replace(run, runs=parts.forward_backward)
 
 

@@ -7,6 +7,7 @@ values is among them; the others are `long`, of `make test-all`.
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
@@ -81,6 +82,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 case.add_marker("long")
 
 
+POOLS: list[RankPool] = []
+"""One, where a test needs it."""
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Copies this process for the ranks. Collections of garbage no longer walk through what is loaded by now."""
+    gc.collect()
+    gc.freeze()
+    if (
+        any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+        and not session.config.option.collectonly
+    ):
+        POOLS.append(RankPool("fork"))
+
+
 def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
     """Which of the cases are taken, one after the other, so that every combination of `strength` values is among them.
 
@@ -127,7 +143,7 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool]:
-    pool = RankPool()
+    (pool,) = POOLS
     yield pool
     pool.close()
 

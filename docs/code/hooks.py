@@ -10,12 +10,16 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+
+sys.path.insert(0, str(Path(__file__).parent))
+import errors
 
 ROOT = Path(__file__).parents[2]
 
@@ -69,7 +73,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Links to the repository's files become links to their pages."""
+    """Links to the repository's files become links to their pages; the page of errors gets its lists."""
+    if page.file.src_uri == "reference/errors.md":
+        markdown = errors.page(markdown)
     folder = posixpath.dirname(page.file.src_uri)
 
     def replaced(match: re.Match[str]) -> str:

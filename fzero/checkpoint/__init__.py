@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         convert_deepspeed as convert_deepspeed,
         import_deepspeed as import_deepspeed,
     )
-    from fzero.checkpoint.folders import CheckpointError as CheckpointError
+    from fzero.checkpoint.folders import CheckpointError as CheckpointError, NoCheckpointError as NoCheckpointError
     from fzero.checkpoint.loading import Loaded as Loaded, load as load, starts as starts
     from fzero.checkpoint.saving import Saving as Saving, save as save, start_save as start_save
     from fzero.checkpoint.weights import (
@@ -27,7 +27,7 @@ else:
         {
             "deepspeed.export": "export_deepspeed",
             "deepspeed.load": "convert_deepspeed import_deepspeed",
-            "folders": "CheckpointError",
+            "folders": "CheckpointError NoCheckpointError",
             "loading": "Loaded load starts",
             "saving": "Saving save start_save",
             "weights": "export load_weights save_16bit_model",

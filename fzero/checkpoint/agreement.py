@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.folders import CheckpointError, NoCheckpointError
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
@@ -18,7 +18,7 @@ from fzero.storage.file_tensor import StoreError
 
 T = TypeVar("T")
 
-_RAISED = (ValueError, StoreError)
+_RAISED = (ValueError, StoreError, NoCheckpointError)
 """Errors that are raised on all ranks with their own type; all others become a CheckpointError."""
 
 

@@ -48,6 +48,14 @@ class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read; the message has the path, the rule and the fix."""
 
 
+class NoCheckpointError(CheckpointError):
+    """There is nothing to load yet: the folder does not exist, or no save into it was ever completed.
+
+    A job that may be the first of its chain starts anew on this error, and on no other. A checkpoint that is damaged,
+    incomplete or of another model raises something else.
+    """
+
+
 # --- one checkpoint ----------------------------------------------------------------------------------------------
 
 
@@ -115,9 +123,14 @@ def _checksum(fields: Mapping[str, Any]) -> int:
 
 
 def find(path: Path) -> Path:
-    """The checkpoint at `path`: itself, or the one that its `latest` names. Raises CheckpointError: there is none."""
+    """The checkpoint at `path`: itself, or the one that its `latest` names.
+
+    Raises:
+        NoCheckpointError: none was ever completed there.
+        CheckpointError: there is one, which cannot be read.
+    """
     if not path.is_dir():
-        raise CheckpointError(f"load: {path} must be a folder, and there is none; pass the folder that was saved to")
+        raise NoCheckpointError(f"load: {path} must be a folder, and there is none; pass the folder that was saved to")
     if (path / MANIFEST).exists():
         return path
     if (path / LATEST).exists():
@@ -138,7 +151,7 @@ def find(path: Path) -> Path:
             f"load: {path} must be complete, and was not written to its end; pass {path.parent}, whose {LATEST!r} names the last "
             f"complete one"
         )
-    raise CheckpointError(
+    raise NoCheckpointError(
         f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
         f"folder that was saved to"
     )

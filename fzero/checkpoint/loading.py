@@ -28,7 +28,7 @@ from fzero.resharding.place import place
 from fzero.resharding.reshard import AnyStep
 from fzero.runtime.file_agreement import agree
 from fzero.runtime.trainability import listed
-from fzero.simulation import LockstepRanks, stacked
+from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles as Scratch
@@ -64,7 +64,8 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
         step: to continue with, of the same model.
 
     Raises:
-        CheckpointError: on every rank: there is no checkpoint, it is incomplete, has a newer format, or differs from the bytes
+        NoCheckpointError: on every rank: no save to `dir` was ever completed. It is a CheckpointError.
+        CheckpointError: on every rank: the checkpoint is incomplete, has a newer format, or differs from the bytes
             written (the message has file and tensor).
         ValueError: on every rank: the model or the optimizer differs, or a tensor would become narrower.
         CollectiveError: another rank died, or does not take part.
@@ -94,8 +95,8 @@ def load_by_ranks(
     """Each rank's result of `read`, from the checkpoint that rank 0 finds. *Collective:* every rank of the step."""
     if isinstance(step, LockstepRanks):
         loaded = step.on_each(lambda rank: load_by_ranks(call, dir, step.steps[rank], find, read))
-        return loaded[0]._replace(state=stacked([of_rank.state for of_rank in loaded]))
-    axis = step.runtime.mesh.world
+        return loaded[0]._replace(state=step.joined([of_rank.state for of_rank in loaded]))
+    axis = step.runtime.world
     meet(call, axis)
     check_same_folder(axis, dir, call.rpartition(".")[2])
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
@@ -107,7 +108,7 @@ def load_by_ranks(
 def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     """A state that was read, moved to the step's placements. *Collective* where there are files: raises if any failed."""
     if scratch is not None:
-        agree(scratch, step.runtime.mesh.world)
+        agree(scratch, step.runtime.world)
     return place(state, step)
 
 
@@ -151,8 +152,8 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         ValueError: the model or the optimizer differs, or a tensor would become narrower.
         CheckpointError: a tensor cannot be read.
     """
-    plan, rank, source = step.plan, step.rank, saved.source
-    layout.check_names(plan, step.runtime.aliases, source.stored)
+    plan, rank, source = step.plan, step.runtime.rank, saved.source
+    layout.check_names(plan, (*step.runtime.aliases, *step.runtime.names), source.stored)
     layout.check_kinds(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _warn_of_frozen(plan, frozen, rank)

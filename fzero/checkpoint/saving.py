@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -35,7 +36,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.resharding.new_state import by_name, numbers_of
 from fzero.resharding.reshard import AnyStep
-from fzero.simulation import LockstepRanks, unstacked
+from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 
@@ -90,7 +91,7 @@ def save(
     check_path("dir", dir)
     check_step(step)
     if isinstance(step, LockstepRanks):
-        states = unstacked(state, step.world_size)
+        states = step.states_of(state)
         how: dict[str, Any] = {"client": client, "keep": keep, "without": without}
         return step.on_each(lambda rank: save(states[rank], dir, step=step.steps[rank], **how))[0]
     return _started(state, Path(dir), step, client, keep, copies=False, without=without)._ended()
@@ -227,9 +228,7 @@ class _Writer(NamedTuple):
     step: TrainStep
     client: bytes
     keep: int | None
-    numbers: dict[str, float | int]
-    rates: dict[str, float]
-    without: frozenset[str]
+    contents: Callable[[], Contents]
 
     def part(self, rank: int) -> Path:
         return self.folder / f"part-{rank}.json"
@@ -242,21 +241,11 @@ class _Writer(NamedTuple):
 
     def publish(self) -> str:
         """Writes the index of all parts, and makes the checkpoint visible."""
-        parts = [self.part(rank) for rank in range(self.step.plan.world_size)]
+        parts = [self.part(rank) for rank in range(self.step.world_size)]
         slices = [Slice.of(values) for part in parts for values in json.loads(part.read_bytes())]
         for part in parts:
             part.unlink()
-        plan, runtime, scaling = self.step.plan, self.step.runtime, self.step.runtime.rules.scaling
-        stored, aliases = layout.stored_by(plan, runtime.aliases)
-        left = {layout.key_of("params", name) for name in self.without}
-        contents = Contents(
-            {key: like for key, like in stored.items() if key not in left},
-            {key: first for key, first in aliases.items() if first not in left},
-            layout.numbers_by_name(plan, self.numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
-            {key: name for key, name in runtime.stored_names.items() if name not in self.without}, self.rates,
-            asdict(scaling), plan.stage, plan.mesh.axes, scaling.dynamic, sorted(self.without),
-        )  # fmt: skip
-        published = publish(self.folder, self.path, slices, contents, self.client)
+        published = publish(self.folder, self.path, slices, self.contents(), self.client)
         if self.keep is not None:
             files.keep_last(self.path, self.keep)
         return published.name
@@ -287,6 +276,37 @@ class Contents(NamedTuple):
     mesh: Sequence[tuple[str, int]]
     scales_dynamically: bool
     left_out: Sequence[str] = ()
+
+
+def _contents(
+    step: TrainStep, numbers: dict[str, float | int], rates: dict[str, float], without: Collection[str]
+) -> Contents:
+    """The contents of a checkpoint, as one rank's plan knows them: in a pipeline those of its stage."""
+    plan, runtime, scaling = step.plan, step.runtime, step.runtime.rules.scaling
+    stored, aliases = layout.stored_by(plan, runtime.aliases)
+    left = {layout.key_of("params", name) for name in without}
+    return Contents(
+        {key: like for key, like in stored.items() if key not in left},
+        {key: first for key, first in aliases.items() if first not in left},
+        layout.numbers_by_name(plan, numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
+        {key: name for key, name in runtime.stored_names.items() if name not in without}, rates,
+        asdict(scaling), plan.stage, step.mesh.axes, scaling.dynamic, sorted(without),
+    )  # fmt: skip
+
+
+def _of_all_stages(own: Contents, step: TrainStep) -> Contents:
+    """The contents of all stages of a pipeline. *Collective:* every rank."""
+    fields = ("stored", "aliases", "numbers", "optimizer", "hook_states", "names", "rates")
+    mine: dict[str, Any] = {name: dict(getattr(own, name)) for name in fields}
+    mine["stored"] = {key: (like.shape, like.dtype) for key, like in own.stored.items()}
+    merged: dict[str, Any] = {name: {} for name in fields}
+    for theirs in collectives.exchange(mine, step.runtime.world, label=Label("save")):
+        for name in fields:
+            merged[name] |= theirs[name]
+    merged["stored"] = {key: Stored(tuple(shape), dtype) for key, (shape, dtype) in merged["stored"].items()}
+    place = {name: index for index, name in enumerate(step.runtime.names)}
+    merged["names"] = dict(sorted(merged["names"].items(), key=lambda item: place[item[0]]))
+    return own._replace(**merged)
 
 
 def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
@@ -333,7 +353,7 @@ def _started(
     without: Collection[str] = (),
 ) -> Saving:
     """Makes the temporary folder, and starts to write, from copies or from the state itself."""
-    axis = step.runtime.mesh.world
+    axis, stages = step.runtime.world, step.runtime.stages
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
@@ -345,8 +365,9 @@ def _started(
         if others := sorted(set(without) - frozen):
             raise ValueError(f"without: must name frozen parameters of the model, got {others[0]!r}; leave it out")
         left = {layout.key_of("params", name) for name in without}
-        parts = layout.parts_to_save(step.plan, axis.rank, layout.own_specs(step.plan, step.specs.rng))
-        return [part for part in parts if part.key not in left]
+        own = layout.own_specs(step.plan, step.specs.rng)
+        parts = layout.parts_to_save(step.plan, step.runtime.rank, own)
+        return [part for part in parts if part.key not in left and (stages is None or stages.stores(part.tensor))]
 
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
@@ -364,9 +385,10 @@ def _started(
     if copies:
         fragments = together(axis, lambda: [(part, flat[:].to("cpu", copy=True)) for part, flat in fragments])
     folder = Path(of_rank_0(axis, begin))
-    writer = _Writer(
-        folder, path, step, content, keep, numbers_of(state), _rates_of(step, int(state.step)), frozenset(without)
-    )
+    rates = _rates_of(step, int(state.step))
+    contents = partial(_contents, step, numbers_of(state), rates, frozenset(without))
+    whole = None if stages is None else _of_all_stages(contents(), step)
+    writer = _Writer(folder, path, step, content, keep, contents if whole is None else lambda: whole)
     return Saving(writer, axis, fragments)
 
 

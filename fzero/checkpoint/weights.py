@@ -33,7 +33,7 @@ from fzero.compression.plan import is_added
 from fzero.resharding.new_state import blank
 from fzero.resharding.reshard import AnyStep
 from fzero.runtime.weights import with_first_masks
-from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles as Scratch
@@ -84,13 +84,18 @@ def save_16bit_model(
         ValueError: a dtype that safetensors does not have.
     """
     if isinstance(step, LockstepRanks):
-        states = unstacked(state, step.world_size)
+        states = step.states_of(state)
         how: dict[str, Any] = {"dtype": dtype, "max_file_nbytes": max_file_nbytes}
         step.on_each(lambda rank: save_16bit_model(states[rank], out, step=step.steps[rank], **how))
         return
     check_path("out", out)
     runtime, names = step.runtime, step.runtime.stored_names
     runtime.check_state(state)
+    if runtime.stages is not None:
+        raise ValueError(
+            "save_16bit_model: step must not be a pipeline as yet, whose stages hold different weights; save it "
+            "with fzero.save, and export the checkpoint with fzero.checkpoint.export"
+        )
     meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
     keys, aliases = _first_keys(names)
     stored = {n: Stored(spec.shape, spec.dtype) for n, spec in step.plan.buffers.items()} | {
@@ -138,12 +143,12 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
         The state.
     """
     if isinstance(step, LockstepRanks):
-        state: TrainState[Tensor] = stacked(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
-        return state
-    meet("fzero.load_weights", step.runtime.mesh.world)
-    scratch = step.runtime.offload.make_files(step.runtime.mesh.world)
-    check_same_folder(step.runtime.mesh.world, path, "load_weights")
-    read = together(step.runtime.mesh.world, lambda: _load(Path(path), step, scratch))
+        return step.joined(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
+    world = step.runtime.world
+    meet("fzero.load_weights", world)
+    scratch = step.runtime.offload.make_files(world)
+    check_same_folder(world, path, "load_weights")
+    read = together(world, lambda: _load(Path(path), step, scratch))
     return with_first_masks(step.runtime, placed(read, step, scratch))
 
 
@@ -195,7 +200,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         found = next((key for key in candidates if key in source.stored), None)
         if found is not None:
             keys[name] = found
-    known = {prefix + name for prefix in prefixes for name in (*names, *aliases)}
+    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.names)}
     # Keys without the prefix of parameters are other values of the job.
     prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
     unknown = [k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)]
@@ -204,12 +209,13 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
             f"load: {unknown[0]!r} must be of this model, and is not ({len(unknown)} such names); take the weights of "
             f"the same model"
         )
-    state = blank(step, step.rank, {"state.step": 0}, keeps_scale=False, files=scratch)
+    rank = step.runtime.rank
+    state = blank(step, rank, {"state.step": 0}, keeps_scale=False, files=scratch)
     missing = [name for name in step.plan.buffers if name not in keys]
     for name, value in step.runtime.builder.values(missing, None, None).items():
         state.buffers[name].copy_(value)
-    read_into(state, parts_of_weights(step.plan, step.rank, source.stored, keys), source)
-    return state._replace(optimizer=step.runtime.builder.optimizer(step.rank, state.params, state.master, scratch))
+    read_into(state, parts_of_weights(step.plan, rank, source.stored, keys), source)
+    return state._replace(optimizer=step.runtime.builder.optimizer(rank, state.params, state.master, scratch))
 
 
 def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:

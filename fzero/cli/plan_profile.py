@@ -25,7 +25,7 @@ from fzero import CheckpointError, ConfigWarning, make_train_step
 from fzero.common.flags import Parser
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
-from fzero.estimation import compare_plans, fit
+from fzero.estimation import Answers, compare_plans, fit
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
@@ -44,6 +44,7 @@ module. No weights are made, and nothing is downloaded."""
 
 PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64
+  fzero plan --model 7B --world 8 --batch 16 --generate 1024
   fzero plan --model LlamaForCausalLM --config ds_config.json --world 8 --sequence 4096
   fzero plan --model config.json --world 8 --sequence 4096 --fit 80GB --nvme /local --out fits.json
   fzero env --json > rates.json; fzero plan --model 350M --world 2 --sequence 1024 --rates rates.json --picture peak.png"""
@@ -100,6 +101,8 @@ def plan_model(arguments: list[str]) -> int:
     parser.add_argument("--world", type=count, default=1, metavar="N", help="number of ranks (default 1)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where the model is (default cuda)")
     parser.add_argument("--picture", metavar="FILE", help="draw the bytes on the device over a step (needs matplotlib)")
+    answers = "also count what a rank holds while it generates --batch answers of T tokens, with their prompts"
+    parser.add_argument("--generate", type=count, metavar="T", help=answers)
     fits = parser.add_argument_group("what fits")
     what = "find the fastest configuration in so much device memory"
     fits.add_argument("--fit", type=nbytes, metavar="BYTES", help=what)
@@ -145,6 +148,10 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     found = named(given.model)
     batch, batch_text = _batch(given, found, given.world)
     how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
+    if given.generate is not None:
+        answers = Answers(_num_rows(given, given.world)[0], given.generate)
+        how["answers"] = answers
+        batch_text = ", ".join(filter(None, (batch_text, f"generating {answers.rows} × {answers.tokens} tokens")))
     if given.fit is None:
         compared = compare_plans(found.model, given.config, **how)
         if given.picture:
@@ -222,13 +229,17 @@ def _batch(given: argparse.Namespace, found: Named, world_size: int | None = Non
         return sample_from(given.sample), f"the batch of {given.sample}"
     if given.sequence is None:
         return None, ""
-    size, source = given.batch, "--batch"
-    if size is None:
-        cfg = quietly(keys_of(given.config))
-        size = cfg.train_micro_batch_size_per_gpu if world_size is None else cfg.batch_sizes(world_size).micro
-        source = "the configuration" if size else "the default"
-        size = size or 1
+    size, source = _num_rows(given, world_size)
     return sample_of(found.model, size, given.sequence), f"micro-batch of {size} × {given.sequence} tokens ({source})"
+
+
+def _num_rows(given: argparse.Namespace, world_size: int | None) -> tuple[int, str]:
+    """The samples of a micro-batch, and what says so."""
+    if given.batch is not None:
+        return given.batch, "--batch"
+    cfg = quietly(keys_of(given.config))
+    size = cfg.train_micro_batch_size_per_gpu if world_size is None else cfg.batch_sizes(world_size).micro
+    return size or 1, "the configuration" if size else "the default"
 
 
 def _under(found: Named, batch: str, report: Any) -> RenderableType:

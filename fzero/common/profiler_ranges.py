@@ -20,9 +20,12 @@ Transfers between memories have the name of their tensor:
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import profiler
+
+_NO_RANGE = nullcontext()
 
 
 def is_recording() -> bool:
@@ -37,4 +40,22 @@ def profiler_range(verb: str, what: object = "") -> AbstractContextManager[objec
     ...     torch.zeros(2).tolist()
     [0.0, 0.0]
     """
-    return profiler.record_function(f"fzero::{verb} {what}".rstrip()) if is_recording() else nullcontext()
+    return profiler.record_function(f"fzero::{verb} {what}".rstrip()) if is_recording() else _NO_RANGE
+
+
+@dataclass(slots=True)
+class OpenRange:
+    """A range that code opens in one place and closes in another; opening one closes the one before."""
+
+    _open: AbstractContextManager[object] | None = None
+
+    def open(self, verb: str, what: object = "") -> None:
+        self.close()
+        if is_recording():
+            self._open = profiler_range(verb, what)
+            self._open.__enter__()
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+            self._open = None

@@ -85,6 +85,7 @@ def start_all_gather(
         after: the collective that writes `shard_S`, which must then be a slice of `full_P`. This collective waits for it; the
             caller does not.
     """
+    _check_constant("start_all_gather", shard_S)
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_gather, shard_S, label)
     if full_P is None:
@@ -115,6 +116,7 @@ def start_reduce_scatter(
         out_S: the result is written here; may be this rank's slice of `full_P`. None makes a new tensor.
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
+    _check_constant("start_reduce_scatter", full_P)
     if not isinstance(axis, Bound):
         return _in_graph(axis.reduce_scatter, full_P, label)
     if axis.size == 1:
@@ -153,6 +155,7 @@ def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = Non
         rows_WN: contiguous; must not change until the end. With one rank it is the result.
         after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
     """
+    _check_constant("start_all_to_all", rows_WN)
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_to_all, rows_WN, label)
     if axis.size == 1:
@@ -177,6 +180,7 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
 
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
     """
+    _check_constant("start_all_reduce", full_P)
     if not isinstance(axis, Bound):
         return _in_graph(axis.all_reduce, full_P, label)
     if axis.size == 1:
@@ -217,6 +221,15 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     with explained(label):
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
     return Pending(label, works, None, rows)
+
+
+def _check_constant(name: str, x: Tensor) -> None:
+    """Raises ValueError where a gradient would be lost: what a collective sends is written into memory that autograd ignores."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name}: must get a tensor without gradients, because it is not differentiable, and got one that requires them; "
+            f"call a primitive (fzero.comms.all_gather, reduce_scatter), whose transpose is a collective, or pass x.detach()"
+        )
 
 
 def labelled(label: Label) -> AbstractContextManager[None]:
@@ -382,6 +395,25 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
             return None
         time.sleep(0.002)
     return [int(store.get(key)) for key in keys]
+
+
+def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+    """Starts to send `x` to the rank `target` of an axis, which calls `start_receive`. `x` must not change until the end.
+
+    Messages between two ranks arrive in the order in which they were sent. Sends the elements of `x`.
+    """
+    if axis.observe is not None:  # not counted in `HERE`: the number of messages differs between ranks
+        axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
+    return Pending(label, _swap({}, {target: x}, axis), None, x)
+
+
+def start_receive(x: Tensor, source: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+    """Starts to write into `x` the next message that the rank `source` of an axis sends, of the same size."""
+    if isinstance(axis, LockstepAxis):
+        return Pending(label, _post({source: x}, {}, axis), None, x)
+    with explained(label):
+        work = dist.irecv(x, axis.global_rank(source), group=axis.group)
+    return Pending(label, [work] if work is not None else (), None, x)
 
 
 def swap(

@@ -8,7 +8,7 @@ A primitive is one linear map over the ranks of an axis, with all of its rules:
   primitive can be differentiated any number of times, also in forward mode.
 - *batch*: a batch dimension moves to the front, and the primitive is applied again. Over the ranks of a `StackedAxis` the
   primitive is an operation on the dimension of ranks.
-- *abstract*: the shape and dtype of the result, and what is sent.
+- *abstract*: the shape and dtype of the result, and what is sent. Plans and dry runs read the same rule (`messages`).
 - *coded*: a comm hook without a state sends the numbers in fewer bytes. The derivative is that of the exact primitive (straight
   through the codec), and is sent exactly. A hook with a state is not used here: it is called directly, and returns the new state.
 
@@ -35,7 +35,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.pending import Pending
-from fzero.comms.records import CommRecord, Label
+from fzero.comms.records import CommRecord, Label, messages
 from fzero.comms.traced import TracedAxis, in_order
 
 
@@ -150,9 +150,10 @@ class Primitive:
         ((3, 2), 18, 72)
         """
         self._check(x, axis.size)
-        shard_numel = x.shape[-1] // axis.size if self.divides else x.shape[-1]
-        shape = (*x.shape[:-1], shard_numel * axis.size if self.joins else shard_numel)
-        sent = (axis.size - 1) * shard_numel * x.shape[:-1].numel()
+        full_numel = x.shape[-1] if self.divides else x.shape[-1] * axis.size
+        message = next(messages(full_numel, (axis.size,)))
+        shape = (*x.shape[:-1], message.numel * axis.size if self.joins else message.numel)
+        sent = message.num_others * message.numel * x.shape[:-1].numel()
         record = CommRecord(self.name, axis.name, label or self.label, sent, sent * x.element_size())
         return Abstract(shape, x.dtype, record)
 

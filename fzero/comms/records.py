@@ -1,4 +1,4 @@
-"""Records of the traffic of one collective, and labels with its purpose. The `observe` of an axis gets the records.
+"""The traffic of a collective: its messages, records of it, and labels with its purpose. An axis's `observe` gets the records.
 
 A label holds the purpose of a collective and the flat buffer that it moves. So the traffic can be added up by unit, axis or
 purpose (`fzero.profiling.comm_trace`).
@@ -6,12 +6,13 @@ purpose (`fzero.profiling.comm_trace`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 Purpose = Literal[
     "gather", "reduce", "all_gather_params", "loss_stats", "norm", "optimizer", "momentum", "buffers", "agree",
-    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "other",
+    "negotiate", "overflow", "init", "compare", "reshard", "files", "save", "stages", "other",
 ]  # fmt: skip
 Phase = Literal["", "forward", "boundary", "backward", "update"]
 
@@ -32,6 +33,7 @@ PURPOSES: dict[Purpose, str] = {
     "reshard": "reshard",
     "files": "check of the files of all ranks",
     "save": "save or load",
+    "stages": "message between pipeline stages",
     "other": "collective",
 }
 """The names of the purposes in error messages and tables."""
@@ -75,3 +77,24 @@ class CommRecord(NamedTuple):
     num_elements: int
     nbytes: int
     is_joined: bool = False
+
+
+class Message(NamedTuple):
+    """The messages of one rank in a collective along one axis: the elements of each, and to how many ranks."""
+
+    numel: int
+    num_others: int
+
+
+def messages(numel: int, sizes: Iterable[int]) -> Iterator[Message]:
+    """The messages of a reduce-scatter of `numel` elements along axes of these sizes, one axis after the other.
+
+    Its transpose, the all-gather that ends with `numel` elements, has the same messages in the opposite order. Primitives, plans
+    and dry runs read them here.
+
+    >>> [*messages(24, [3, 2])]
+    [Message(numel=8, num_others=2), Message(numel=4, num_others=1)]
+    """
+    for size in sizes:
+        numel //= size
+        yield Message(numel, size - 1)

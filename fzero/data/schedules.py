@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Schedule = Callable[[int], int]
 """From the number of a step to its difficulty; one of the schedules below, or a function of your own."""
@@ -134,14 +134,16 @@ def first_step(schedule: Schedule, value: int, after: int = 0) -> int:
     return stop
 
 
-def fewer_values(schedule: Root, most: int, start: int) -> int:
-    """The smallest multiple of `schedule.multiple` by powers of two with which it has at most `most` values.
+def fewer_values(schedule: Root, most: int, start: int) -> Root:
+    """The schedule with a larger multiple, by powers of two, that has at most `most` values; `minimum` becomes a multiple, too.
 
     >>> schedule = fixed_linear(128, 1024, steps=400, multiple=8)
-    >>> len(schedule.values(0)), fewer_values(schedule, 8, 0)
+    >>> len(schedule.values(0)), fewer_values(schedule, 8, 0).multiple
     (113, 128)
     """
-    multiple = schedule.multiple
-    while len(Root(schedule.minimum, schedule.maximum, schedule.steps, multiple, schedule.degree).values(start)) > most:
-        multiple *= 2
-    return multiple
+    found = schedule
+    while len(found.values(start)) > most:
+        multiple = 2 * found.multiple
+        minimum = min(-(-schedule.minimum // multiple) * multiple, schedule.maximum)
+        found = replace(found, minimum=minimum, multiple=multiple)
+    return found

@@ -18,6 +18,7 @@ from fzero.deepspeed import (
     launcher,
     moe,
     ops,
+    pipe,
     profiling,
     runtime,
     utils,
@@ -25,6 +26,7 @@ from fzero.deepspeed import (
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.pipe import PipelineModule
 from fzero.deepspeed.runtime import zero
 from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
 from fzero.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
@@ -58,7 +60,7 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no pipelines, mixtures of experts, "
+        f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no mixtures of experts, "
         f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
     )
 
@@ -75,6 +77,7 @@ __all__ = [
     "DeepSpeedOptimizerCallable",
     "DeepSpeedSchedulerCallable",
     "OnDevice",
+    "PipelineModule",
     "accelerator",
     "add_config_arguments",
     "add_tuning_arguments",
@@ -93,6 +96,7 @@ __all__ = [
     "logger",
     "moe",
     "ops",
+    "pipe",
     "profiling",
     "runtime",
     "utils",

@@ -6,21 +6,30 @@ length of step g + 1, and θ(max(g − 1, 0)).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from fzero.config.config import ConfigError
+from torch import Tensor, nn
+
+from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.data_efficiency import CurriculumMetric
 from fzero.config.fields import Block
 from fzero.data.index_files import read_metric
 from fzero.data.loader import CurriculumLoader
 from fzero.data.sampler import Admission, CurriculumSampler
 from fzero.data.schedules import Schedule
-from fzero.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop
+from fzero.data.token_dropping import RandomLTD, TokenDropping
+from fzero.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
 from fzero.engine.settings import Settings
+from fzero.state import TrainState
 
 Schedules = Mapping[str, Schedule]
+NOT_CONVERTED = (
+    "random_ltd: drops no tokens, as in DeepSpeed, because convert_to_random_ltd was not called; call "
+    "convert_to_random_ltd(engine, LayerClass) after initialize, or switch the block off"
+)
 
 
 class UsesDataEfficiency(Settings):
@@ -28,24 +37,40 @@ class UsesDataEfficiency(Settings):
 
     global_steps: int
     training_dataloader: Any
+    state: TrainState[Tensor]
     curriculum_scheduler_legacy: CurriculumScheduler | None = None
     """Of the block `curriculum_learning`."""
+    random_ltd_scheduler: RandomLTDScheduler | None = None
+    """Of the block `random_ltd`; its steps are updates that were applied."""
 
     def _begin_data(self) -> None:
         """Makes the schedulers of the configuration."""
         block = self.cfg.curriculum_learning
         if block is not None and block.enabled:
             self.curriculum_scheduler_legacy = CurriculumScheduler(block.model_dump(exclude_none=True))
+        if self.random_ltd_enabled():
+            config = self.random_ltd_config()
+            if config["total_layer_num"] is None:
+                raise ConfigError(
+                    "random_ltd.total_layer_num: is required for the engine's count of layer tokens; give the number of layers"
+                )
+            self.random_ltd_scheduler = RandomLTDScheduler(config)
 
     def _resume_data(self) -> None:
         """Brings the schedulers to the present step, after a checkpoint."""
         scheduler = self.curriculum_scheduler_legacy
         if scheduler is not None and self.global_steps and scheduler.has_schedule:
             scheduler.update_difficulty(self.global_steps)
+        if self.random_ltd_scheduler is not None and int(self.state.step):
+            self.random_ltd_scheduler.update_seq(int(self.state.step) - 1)
 
     def data_arguments(self) -> dict[str, Any]:
         """The keyword arguments that the model's forward gets in training mode, besides the script's."""
         found: dict[str, Any] = {}
+        if self.random_ltd_scheduler is not None:
+            self.random_ltd_scheduler.update_seq(int(self.state.step))
+            if self.train_step.recipe.drop is None:
+                warnings.warn(NOT_CONVERTED, ConfigWarning, stacklevel=4)
         if (drop := self.progressive_layer_drop) is not None:
             found |= drop.get_state()
         if (scheduler := self.curriculum_scheduler_legacy) is not None:
@@ -122,7 +147,19 @@ class UsesDataEfficiency(Settings):
         return self.cfg.data_efficiency.samples_by_difficulty
 
     def curriculum_learning_config(self) -> dict[str, Any]:
-        return self.cfg.data_efficiency.data_sampling.curriculum_learning.model_dump()
+        block = self.cfg.data_efficiency.data_sampling.curriculum_learning
+        return block.model_dump() if block.enabled else {"enabled": False}
+
+    def random_ltd_enabled(self) -> bool:
+        return self.cfg.data_efficiency.drops_tokens
+
+    def random_ltd_config(self) -> dict[str, Any]:
+        """The block `random_ltd`, with the batch sizes."""
+        block = self.cfg.data_efficiency.data_routing.random_ltd
+        sizes = self.cfg.batch_sizes(self.train_step.world_size)
+        number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
+        found = block.model_dump() | {"random_ltd_layer_num": number}
+        return found | {"global_batch_size": sizes.train or 0, "micro_batch_size": sizes.micro or 0}
 
     # --- the block progressive_layer_drop ------------------------------------------------------------------------
 
@@ -161,7 +198,31 @@ def _given(block: Block) -> dict[str, Any]:
     return block.model_dump(exclude={"enabled"}, exclude_unset=True)
 
 
-def sampler_of(cfg: Any, num_samples: int) -> CurriculumSampler:
+def dropping_of_block(cfg: Config, model: nn.Module, kind: type[nn.Module]) -> TokenDropping:
+    """The layers of a class that drop tokens, as the block `random_ltd` asks for.
+
+    Raises:
+        ConfigError: the block is off, or a number of a layer is out of range.
+    """
+    block = cfg.data_efficiency.data_routing.random_ltd
+    if not cfg.data_efficiency.drops_tokens or block.random_ltd_schedule is None:
+        raise ConfigError(
+            "convert_to_random_ltd: needs data_efficiency, data_routing and random_ltd enabled, and one is not; enable them"
+        )
+    order: Literal["batch_seq", "seq_batch"] = (
+        "batch_seq" if block.hidden_state_order == "batch_seq_dim" else "seq_batch"
+    )
+    ltd = RandomLTD(
+        block.random_ltd_layer_id, block.random_ltd_schedule.schedule(), block.model_mask_name, order=order,
+        seed=cfg.data_efficiency.seed,
+    )  # fmt: skip
+    try:
+        return ltd.plan(model, kind)
+    except ValueError as error:
+        raise ConfigError(f"convert_to_random_ltd: {error}") from None
+
+
+def sampler_of(cfg: Config, num_samples: int) -> CurriculumSampler:
     """The sampler of the block `data_efficiency`; reads the analyzer's files.
 
     Raises:

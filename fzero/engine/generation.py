@@ -70,8 +70,8 @@ class Generates(HoldsModule):
 
         The training mode stays as it is, as upstream: call `engine.eval()` to generate without dropout.
 
-        *Collective:* every rank. In stage 3 parameters are gathered once for the call, so that ranks may stop at different
-        lengths; with `hybrid_engine.pin_parameters: false` they are gathered in each forward, and ranks must not.
+        *Collective:* every rank. In stage 3 parameters are gathered once for the call; with
+        `hybrid_engine.pin_parameters: false`, in each forward. Ranks may stop at different lengths.
 
         Raises:
             ValueError: the module has no `generate`, or more than `hybrid_engine.max_out_tokens` tokens are requested.

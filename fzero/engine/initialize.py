@@ -20,6 +20,7 @@ from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.files import read
 from fzero.data.loader import CurriculumLoader
+from fzero.data.token_dropping import dropping_of
 from fzero.engine import config_keys as engine_keys
 from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
@@ -132,7 +133,8 @@ def initialize(
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
     recipe = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, compress=_compression(cfg, model),
-        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, **how,
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
+        **how,
     )  # fmt: skip
     return TrainStep(recipe, bind(None, recipe.device))
 

@@ -15,6 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fzero.common.arguments import check_kind
 from fzero.comms.failures import meet
+from fzero.data.token_dropping import dropping_of
 from fzero.engine.accessors import Accessors
 from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.plans.plan import starts_of
@@ -143,8 +144,18 @@ class HoldsModule(Accessors):
             raise ValueError(
                 f"engine.compile: takes a backend and no other arguments, got {compile_kwargs or others}; leave them out"
             )
-        recipe = replace(self.train_step.recipe, compile="block", compile_backend=backend)
-        self.train_step = self._made(recipe)
+        self._remake(compile="block", compile_backend=backend)
+
+    def random_ltd_initialize(self) -> None:
+        """Drops tokens from here on in the layers that `convert_to_random_ltd` has noted in the module, which calls it.
+
+        *Collective:* every rank.
+        """
+        self._remake(drop=dropping_of(self.module))
+
+    def _remake(self, **changes: Any) -> None:
+        """Goes on with a step of a changed recipe, which has the same states. *Collective:* every rank."""
+        self.train_step = self._made(replace(self.train_step.recipe, **changes))
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 
@@ -324,6 +335,4 @@ class HoldsModule(Accessors):
     def show_state(self) -> None:
         """Makes the module's parameters and buffers views of the state."""
         self.live.look_at(self.state.params, self.train_step.device)
-        if not self.train_step.runtime.learned.marks:
-            self.train_step.runtime.learned.marks = self.live.marks()
         self.live.look_at_buffers(self.state.buffers)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,20 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+@contextmanager
+def available() -> Iterator[None]:
+    """Inside, `ds_status` of a tensor without one is AVAILABLE: in a forward or backward of stage 3 code gets parameters with
+    their values, in tensors that are not the module's own (TRL's fused losses ask for it).
+    """
+    is_outermost = not hasattr(Tensor, "ds_status")
+    Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if is_outermost:
+            del Tensor.ds_status  # type: ignore[attr-defined]
 
 
 _SET = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "ds_tensor")
@@ -35,12 +50,6 @@ def mark(
     param.__dict__.update(zip(_SET, values, strict=True))
     if own is None:
         del param.__dict__["ds_tensor"]
-
-
-def marks_inside(param: nn.Parameter) -> dict[str, Any]:
-    """The attributes of a marked parameter inside a forward, where it is available."""
-    kept = {name: value for name, value in param.__dict__.items() if name in _SET and name != "ds_tensor"}
-    return kept | {"ds_status": ZeroParamStatus.AVAILABLE}
 
 
 def unmark(param: nn.Parameter) -> None:

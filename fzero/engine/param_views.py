@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.engine.param_status import mark, marks_inside, unmark
+from fzero.engine.param_status import mark, unmark
 from fzero.plans.plan import Plan
 from fzero.runtime.own_params import is_bound, not_trained, with_present
 from sharding import Sharded
@@ -209,10 +209,6 @@ class LiveParams:
         if self.plan.stage == 3:
             persists = name not in self._sharded
             mark(self.own[name], self._indices[name], shape, self._own[name], is_here=is_here, persists=persists)
-
-    def marks(self) -> dict[str, dict[str, Any]]:
-        """The attributes of DeepSpeed's stage 3 that parameters have inside a forward, by name; empty in other stages."""
-        return {name: marks_inside(param) for name, param in self.own.items()} if self.plan.stage == 3 else {}
 
     def close(self) -> None:
         """Removes the attributes of DeepSpeed's stage 3."""

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
         compare_plans as compare_plans,
     )
     from fzero.estimation.fitting import Fit as Fit, fit as fit
+    from fzero.estimation.generation import Answers as Answers
 else:
     __getattr__, __dir__, __all__ = door(
-        __name__, {"compare": "Candidate Comparison compare_plans", "fitting": "Fit fit"}
+        __name__, {"compare": "Candidate Comparison compare_plans", "fitting": "Fit fit", "generation": "Answers"}
     )

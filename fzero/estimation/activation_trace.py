@@ -191,16 +191,7 @@ def trace_activations(
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.
     """
-    from torch._subclasses import FakeTensorMode
-
     cfg = Config.load(cfg)
-    # The dtypes do not depend on the stage, and the trace ignores the configured number of samples.
-    alone = cfg.model_copy(
-        update={
-            "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),
-            **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
-        }
-    )
     every = cfg.activation_checkpointing.every
     if checkpoint is not None:
         every = (every or 1) if checkpoint else None
@@ -208,9 +199,7 @@ def trace_activations(
     on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
     alive = ActivationCounter()
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        layout = plan(model, alone)
-        params, buffers = _params(model, layout), _buffers(model, layout)
+    with faked(model, cfg) as (layout, params, buffers):
         fake_batch = without_memory(batch, torch.device("cpu"))
         if (dtype := cfg.casts_batch_to) is not None:
             fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
@@ -229,6 +218,23 @@ def trace_activations(
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
     return Traced(alive.most, alive.flops, tuple(alive.events))
+
+
+@contextmanager
+def faked(model: nn.Module, cfg: Config) -> Iterator[tuple[Plan, dict[str, Tensor], dict[str, Tensor]]]:
+    """Inside, tensors have no memory. Yields a plan, and the model's parameters and buffers in their configured dtypes."""
+    from torch._subclasses import FakeTensorMode
+
+    # The dtypes do not depend on the stage, and nothing here depends on the configured number of samples.
+    alone = cfg.model_copy(
+        update={
+            "zero_optimization": cfg.zero_optimization.model_copy(update={"stage": 0, "offload_optimizer": None}),
+            **dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")),
+        }
+    )
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layout = plan(model, alone)
+        yield layout, _params(model, layout), _buffers(model, layout)
 
 
 class _Gate(torch.autograd.Function):

@@ -8,7 +8,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fzero.config.unused_keys import is_off
 from fzero.config.zero import ZeroOptimization
 from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
+from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
@@ -85,6 +86,7 @@ class Candidate:
             kept there for the backward.
         note: the key that was changed so that the plan is possible, in words.
         tokens: of all ranks in a step; 0 without a batch of tokens.
+        generating: the bytes between two steps while a rank generates, if they are asked for.
     """
 
     name: str
@@ -94,6 +96,7 @@ class Candidate:
     memory: dict[str, dict[str, int]]
     note: str = ""
     tokens: int = 0
+    generating: Generating | None = None
 
     def nbytes(self, kind: str) -> int:
         """The peak bytes in one kind of memory."""
@@ -132,6 +135,7 @@ class Candidate:
             "seconds": self.seconds,
             "peak": self.step.peak.label,
             **({"tokens_per_second": self.tokens / self.seconds} if self.tokens else {}),
+            **({"generating": self.generating.as_dict()} if self.generating else {}),
             "config": self.keys,
             **({"note": self.note} if self.note else {}),
         }
@@ -194,6 +198,8 @@ class Comparison:
             table.add_row("seconds of a step", *(f"{one.seconds:.3g}" for one in columns))
         if any(one.tokens for one in columns):
             table.add_row("  tokens/s", *(f"{one.tokens / one.seconds:,.0f}" for one in columns))
+        if columns[0].generating is not None:
+            _generating_rows(table, [one.generating for one in columns if one.generating is not None], scale)
         notes = [f"{one.name}: {one.step.description}." for one in columns if one.name == self.given]
         notes += [f"{one.name}: {one.note}" for one in columns if one.note]
         notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
@@ -203,6 +209,16 @@ class Comparison:
 
     def __str__(self) -> str:
         return as_text(self)
+
+
+def _generating_rows(table: Table, found: Sequence[Generating], scale: float) -> None:
+    rows = {"[bold]generating, gathered once": [f"[bold]{shown(one.by_copy, scale)}" for one in found]}
+    rows["  model state"] = [shown(one.state, scale) for one in found]
+    rows["  gathered copy"] = [shown(one.copy, scale) for one in found]
+    rows["  keys and values"] = [shown(one.cache, scale) for one in found]
+    rows["  by unit, in all"] = [shown(one.by_unit, scale) for one in found]
+    for name, cells in rows.items():
+        table.add_row(name, *cells)
 
 
 def compare_plans(
@@ -215,6 +231,7 @@ def compare_plans(
     loss_fn: LossFn | None = None,
     machine: MachineModel | None = None,
     device: Device = "cuda",
+    answers: Answers | None = None,
 ) -> Comparison:
     """Compares the bytes that a rank holds and sends, for all stages and placements of a configuration.
 
@@ -227,17 +244,19 @@ def compare_plans(
         loss_fn: see `make_train_step`.
         machine: the rates of one rank, for the seconds of a step.
         device: where the model is; on the CPU, host memory is the device's memory, and working buffers stay in a pool.
+        answers: what a rank generates at once between two steps; with it, that is counted (`Candidate.generating`).
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
-        ValueError: the model does not run on that batch.
+        ValueError: the model does not run on that batch, or has no cache of keys and values.
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # warns of keys that are not honoured
     trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
+    cache = None if answers is None else cache_nbytes(model, given, answers)
 
     def planned(name: str, keys: Keys) -> Candidate:
-        made = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device)
+        made = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device, cache=cache)
         return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
 
     columns, refused = [], {}
@@ -269,11 +288,13 @@ def column(
     trace: Traced | None = None,
     machine: MachineModel | None = None,
     device: Device = "cuda",
+    cache: int | None = None,
 ) -> Candidate:
     """Plans one configuration. If stage 3 cannot hold its largest unit, `stage3_max_live_parameters` is raised.
 
     Args:
         trace: of the activations, with the same dtypes, checkpointing and device.
+        cache: the bytes of keys and values while a rank generates; None does not count generation.
 
     Raises:
         ConfigError: the configuration is not possible.
@@ -296,7 +317,8 @@ def column(
         )
         keys, planned = planned_at(limit)
     step = dry_run(planned, trace, machine=machine, device=device, title=name)
-    return Candidate(name, keys, planned, step, memory_of(step), note)
+    generating = None if cache is None else Generating.after(planned, step, cache)
+    return Candidate(name, keys, planned, step, memory_of(step), note, generating=generating)
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:

@@ -87,10 +87,10 @@ class Search:
 
     def __init__(
         self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, nvme_path: str | None, batch: Any,
-        device: Device = "cuda", loss_fn: LossFn | None = None,
+        device: Device = "cuda", loss_fn: LossFn | None = None, cache: int | None = None,
     ) -> None:  # fmt: skip
         self.model, self.keys, self.device = model, keys, device
-        self._column = partial(column, model, "", world_size=world_size, machine=machine, device=device)
+        self._column = partial(column, model, "", world_size=world_size, machine=machine, device=device, cache=cache)
         cfg = quietly(keys)
         zero = cfg.zero_optimization
         paths = [block.nvme_path for block in (zero.offload_optimizer, zero.offload_param) if block and block.nvme_path]

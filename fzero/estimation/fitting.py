@@ -23,8 +23,9 @@ from torch import nn
 from fzero.common.arguments import check_kind
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
-from fzero.estimation.compare import Keys, keys_of
+from fzero.estimation.compare import Keys, keys_of, quietly
 from fzero.estimation.fit_search import Rung, Search, Setting
+from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
@@ -39,7 +40,10 @@ class Limits:
     disk: float = math.inf
 
     def hold(self, rung: Rung) -> bool:
-        """Whether a configuration fits."""
+        """Whether a configuration fits, while it trains and while it generates."""
+        generating = rung.column.generating
+        if generating is not None and min(generating.by_copy, generating.by_unit) > self.device:
+            return False
         limits = {"device": self.device, "host": self.host, "nvme": self.disk}
         return all(rung.column.nbytes(kind) <= most for kind, most in limits.items())
 
@@ -106,7 +110,15 @@ class Fit:
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
         note = [best.column.note] if best.column.note else []
+        if best.column.generating is not None:
+            note.append(self._generation(best.column.generating, scale, unit))
         return Group(table, "", fastest, f"{best.column.step.description}.", *self.notes, *note)
+
+    def _generation(self, found: Generating, scale: float, unit: str) -> str:
+        by = "copy" if found.by_copy <= self.limits.device else "unit"
+        other = "" if by == "copy" else f" (gathered once it would take {shown(found.by_copy, scale)} {unit})"
+        nbytes = found.by_copy if by == "copy" else found.by_unit
+        return f'Generating with by="{by}" takes {shown(nbytes, scale)} {unit} of the device{other}.'
 
     def __str__(self) -> str:
         return as_text(self)
@@ -125,6 +137,7 @@ def fit(
     batch: Any = None,
     loss_fn: LossFn | None = None,
     device: Device = "cuda",
+    answers: Answers | None = None,
 ) -> Fit:
     """The fastest configuration that fits into a rank's memory, and the ladder to the smallest.
 
@@ -139,12 +152,15 @@ def fit(
         batch: one rank's samples of a micro-step, possibly on `meta`; with it, activations are counted, by tracing the step.
         loss_fn: see `make_train_step`.
         device: where the model is; see `compare_plans`.
+        answers: what a rank generates at once between two steps, which must fit, too: by copy or by unit.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
         ValueError: the model does not run on that batch.
     """
-    search = Search(model, keys_of(cfg), world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn)
+    keys = keys_of(cfg)
+    cache = None if answers is None else cache_nbytes(model, quietly(keys), answers)
+    search = Search(model, keys, world_size, machine or MachineModel(), nvme_path, batch, device, loss_fn, cache)
     search.rung("as it is", search.start)  # raises if it is not possible
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")

@@ -12,9 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from fzero.comms.comm_hooks import CommHook
+from fzero.comms.records import messages
 from fzero.graph.timeline import Lane, Lanes
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
+from fzero.plans.traffic import in_bytes
 from fzero.storage.buffer_sizes import stream_buffers
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
@@ -89,14 +91,10 @@ class MemoryLedger:
         after: float = 0.0,
     ) -> float:  # fmt: skip
         """A collective along each axis in turn, with the bytes of `Plan.sent_nbytes_by_axis`. Returns its end time."""
-        for axis in axes:
-            num_ranks = self.plan.mesh.axis_size(axis)
-            if num_ranks == 1:
+        for axis, message in zip(axes, messages(numel, map(self.plan.mesh.axis_size, axes)), strict=True):
+            if not message.num_others:
                 continue
-            numel //= num_ranks
-            hook = hooks.get(axis)
-            nbytes = numel * itemsize(dtype) if hook is None else hook.nbytes(numel, itemsize(dtype))
-            nbytes *= num_ranks - 1
+            nbytes = in_bytes(message.numel, dtype, hooks.get(axis)) * message.num_others
             seconds = self.machine.latency + nbytes / self.machine.network
             after = self.lanes.start("collective", label, seconds, after=after, nbytes=nbytes, axis=axis)
         return after

@@ -18,7 +18,7 @@ from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
 from fzero.verbs import gather_flat
 from sharding import Replicated
-from sharding.views import torch_dtype, unflatten
+from sharding.views import unflatten
 
 
 @contextmanager
@@ -41,13 +41,12 @@ def generating(
     those of torch's global generators, so that ranks draw different samples if they are seeded differently.
 
     *Collective*, to enter: every rank. By copy, a rank sends `(W-1)/W` of the divided parameters once (stage 3), and nothing in
-    stages 0 to 2; inside, each rank calls the model as often as it likes. By unit, each forward is collective in stage 3, and
-    sends as much again.
+    stages 0 to 2; inside, each rank calls the model as often as it likes. By unit, each forward sends as much in stage 3;
+    ranks negotiate what to gather next, so a rank that calls the model less often gathers along when it leaves.
 
     Args:
         by: `"copy"` holds all parameters in full, in their own dtype: `copy_nbytes(step)` bytes more than a step has.
-            `"unit"` gathers each unit when the forward uses it; all ranks must call the model equally often
-            (`synced_gpus=True` of transformers' `generate`).
+            `"unit"` gathers each unit when a forward uses it, and holds what a step gathers.
         fuse: whether LoRA layers run as one matrix (`fuse_lora`), by copy. By unit they run as in training.
         writable: whether the model may write to its parameters, for example peft's `merge_adapter`: in stages 0 to 2, too, it
             then has copies, which are dropped at the end.
@@ -67,7 +66,7 @@ def generating(
     model, dtype = step.recipe.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate"), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", learns=False), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
@@ -102,8 +101,7 @@ def copy_nbytes(step: TrainStep) -> int:
     >>> copy_nbytes(make_train_step(nn.Linear(64, 64), cfg, mesh=AbstractAxis("data", 4)))  # 4160 elements and the padding
     16896
     """
-    divided = [b for b in step.plan.flat_buffers if not isinstance(b.params.spec, Replicated)]
-    return sum(buffer.padded_numel * torch_dtype(buffer.dtypes.param).itemsize for buffer in divided)
+    return step.plan.copy_nbytes
 
 
 def _full(step: TrainStep, state: TrainState[Tensor], *, copies: bool) -> tuple[dict[str, Tensor], list[Tensor]]:

@@ -49,8 +49,9 @@ def fuse_lora(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tenso
     Raises:
         ValueError: a LoRA layer shares its matrix with another module, which must not get the sum.
     """
-    found, aliases = dict(params), _aliases(model)
-    for name, layer in _layers(model):
+    found, layers = dict(params), list(_layers(model))
+    aliases = _aliases(model) if layers else {}
+    for name, layer in layers:
         if hasattr(layer, "lora_left_weight"):
             key = f"{name}.weight".lstrip(".")
             left, right = (found[f"{name}.{which}".lstrip(".")] for which in ("lora_left_weight", "lora_right_weight"))

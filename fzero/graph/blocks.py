@@ -26,10 +26,13 @@ class CompiledBlocks:
     Args:
         names: of the modules in the model.
         backend: of torch.compile.
+        num_lengths: how many lengths of their inputs are expected, each of which is compiled.
     """
 
-    def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
-        self.names = tuple(names)
+    def __init__(
+        self, names: Sequence[str], backend: Literal["inductor", "aot_eager"], *, num_lengths: int = 0
+    ) -> None:
+        self.names, self._num_lengths = tuple(names), num_lengths
         # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
@@ -43,7 +46,7 @@ class CompiledBlocks:
     def _forward_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
         own = own_forward(block)
         # Modules that differ in an attribute (a layer's number) are compiled one by one.
-        most = 8 + 2 * len(self.names)
+        most = 8 + 2 * len(self.names) * (1 + self._num_lengths)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             params = {name: tensor for name, _, _, tensor in _slots(block, "_parameters")}

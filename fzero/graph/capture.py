@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import optree
 import torch
@@ -41,6 +41,9 @@ from fzero.plans.plan import Plan
 from fzero.runtime.finish import Outcome, StepRules
 from fzero.runtime.loss import LossFn
 from fzero.state import TrainState
+
+if TYPE_CHECKING:
+    from fzero.data.token_dropping import TokenDropping
 
 State = TrainState[Tensor]
 MOST_GRAPHS = 8
@@ -147,13 +150,15 @@ class CompiledStep:
         checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
         compress: CompressionPlan,
+        drop: TokenDropping | None = None,
     ) -> None:
         self.functions = StepFunctions(
             model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
-            compress=compress,
+            compress=compress, drop=drop,
         )  # fmt: skip
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
-        self.axes, self.graphs, self.most_graphs = self.functions.axes, list[Graph](), MOST_GRAPHS
+        self.axes, self.graphs = self.functions.axes, list[Graph]()
+        self._drop, self.most_graphs = drop, MOST_GRAPHS + (0 if drop is None else len(drop.lengths))
         self._axis, self._device, self._model, self._stacked = axis, device, model, stacked
         self._stage, self._loss_fn = plan.stage, loss_fn
         self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
@@ -170,7 +175,7 @@ class CompiledStep:
         Args:
             state: donated, its module buffers and the states of comm hooks, too.
             micro_batches: A batches.
-            numbers: the number of this pass and a checksum of the hyper-parameters (2,), float64; must be equal on all ranks.
+            numbers: the number of this pass, a checksum of the hyper-parameters, and 0 (3,), float64; equal on all ranks.
 
         Returns:
             The outcome, and whether losses are sums.
@@ -187,7 +192,7 @@ class CompiledStep:
         For optimizer state that is offloaded, where the graph cannot update it. Arguments as for a call.
 
         Returns:
-            The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and `numbers`; whether losses are sums.
+            The rows of all ranks in each micro-step (A, W, 4): loss, weight or -1, and two of `numbers`; whether losses are sums.
         """
         if len(micro_batches) == 1:
             rows, is_sum = self._run("gradients", state, micro_batches[0], numbers)
@@ -206,7 +211,9 @@ class CompiledStep:
         for grads in state.grads.values():
             grads.zero_()
         rows_A = []
-        for batch in micro_batches:
+        for index, batch in enumerate(micro_batches):
+            numbers = numbers.clone()
+            numbers[..., 2].fill_(index)
             rows, is_sum = self._run("micro_step", state, batch, numbers)
             rows_A.append(rows)
         return torch.stack(rows_A, rows.dim() - 2), is_sum
@@ -216,9 +223,12 @@ class CompiledStep:
     def _run(self, name: str, state: State, *further: Any) -> Any:
         """Runs one of the `StepFunctions`, captured if need be. Only the `further` arguments may differ in their shapes."""
         function = getattr(self.functions, name)
+        length = 0
+        if self._drop is not None and name in ("full_step", "gradients", "micro_step"):
+            self.functions.model.length = length = self._drop.length(int(state.step.reshape(-1)[0]))
         if self.backend is None:
             return function(state, *further)
-        kind, known = Kind.of(further), self._compiled.setdefault(name, [])
+        kind, known = Kind.of((further, length)), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
@@ -265,7 +275,8 @@ class CompiledStep:
 
     def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
-        numbers = torch.empty((2,), dtype=torch.float64, device=self._device)
+        numbers = torch.empty((3,), dtype=torch.float64, device=self._device)
+        self.functions.model.length = 0 if self._drop is None else self._drop.length(0)
         if len(micro_batches) == 1:
             return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
         known: dict[Kind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph

@@ -115,9 +115,11 @@ class Guard:
 
         def access(self: nn.Module, key: str) -> Any:
             at = (id(self), key)
-            if at not in read and at[0] in names and key not in _OF_THE_STATE:
+            own = get(self, "__dict__")
+            is_replaced = key == "forward" and hasattr(own.get(key), "fzero_drops")  # only while a step runs
+            if at not in read and at[0] in names and key not in _OF_THE_STATE and not is_replaced:
                 read.add(at)
-                own, kind = get(self, "__dict__"), type(self)
+                kind = type(self)
                 name = f"model.{names[at[0]]}{'.' if names[at[0]] else ''}{key}"
                 if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
                     guard._record(Place(own, key, name), own.get(key, _MISSING))

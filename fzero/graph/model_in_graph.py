@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx.traceback
@@ -32,8 +32,12 @@ from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.module_binding import FetchedParameters
 from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
+from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
 from fzero.verbs import start_gather
+
+if TYPE_CHECKING:
+    from fzero.data.token_dropping import TokenDropping
 
 See = Callable[[str], Tensor]
 
@@ -59,6 +63,11 @@ class ModelInGraph:
         rules: of the loss.
         mesh, ranks: on which it gathers, and runs.
         compress: what modules see of compressed parameters.
+        drop: the layers that see a part of the tokens.
+        rank: of this process; of all ranks at once, `ranks` knows it.
+
+    Attributes:
+        length: the number of tokens that those layers keep.
     """
 
     def __init__(
@@ -73,8 +82,11 @@ class ModelInGraph:
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
         compress: CompressionPlan,
+        drop: TokenDropping | None,
+        rank: int,
     ) -> None:
         self._compress, self._device = compress, device
+        self._drop, self._rank, self._num_micro_steps, self.length = drop, rank, plan.num_micro_steps, 0
         self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
@@ -105,7 +117,7 @@ class ModelInGraph:
             self._ranks.drawing(),
             self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
         ):
-            return forward(tensors, state.buffers, batch, state.step)
+            return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
@@ -119,9 +131,9 @@ class ModelInGraph:
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor
     ) -> tuple[Tensor, dict[str, Tensor], bool]:
-        """One rank's row (4,): loss, weight or -1, `numbers`; its gradients by name; whether losses are sums.
+        """One rank's row (4,): loss, weight or -1, two of `numbers`; its gradients by name; whether losses are sums.
 
-        Writes the module buffers of the state.
+        Writes the module buffers of the state. The third of `numbers` is that of the micro-batch.
         """
         tensors = {name: alone(tensor).detach() for name, tensor in self._ranks.each(self._cut)(state.params).items()}
         leaves = {name: tensors[name].requires_grad_() for flat in self._trained for name in flat.layout.names}
@@ -135,10 +147,10 @@ class ModelInGraph:
             numbers: Tensor,
             scale: Tensor,
         ) -> tuple[Tensor, Tensor]:
-            loss, weight = self._forward(tensors, buffers, batch, n)
+            loss, weight = self._forward(tensors, buffers, batch, n, numbers[2])
             are_sums.append(weight is not None)
             loss_and_weight = [loss.detach().double(), (-torch.ones_like(loss) if weight is None else weight).double()]
-            row = torch.cat([torch.stack(loss_and_weight), numbers]).detach()
+            row = torch.cat([torch.stack(loss_and_weight), numbers[:2]]).detach()
             if self._rules.scales_loss:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
@@ -149,7 +161,10 @@ class ModelInGraph:
             )
         if any(leaf.grad is not None for leaf in leaves.values()):
             raise RuntimeError(INSIDE)
-        with torch.fx.traceback.annotate(BACKWARD), self._in_backward({**tensors, **state.buffers}, state.step):
+        with (
+            torch.fx.traceback.annotate(BACKWARD),
+            self._in_backward({**tensors, **state.buffers}, state.step, numbers),
+        ):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
             grads = torch.autograd.grad(
                 loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
@@ -187,14 +202,26 @@ class ModelInGraph:
 
         return see
 
+    def _dropping(self, n: Tensor, micro: Tensor) -> AbstractContextManager[None]:
+        """In the body, the layers that drop tokens do so."""
+        if self._drop is None:
+            return nullcontext()
+        from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
+
+        rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._rank
+        draw = Draw(self.length, n.to(self._device), micro.to(torch.int64), rank, self._num_micro_steps)
+        return replacing(self._module.model, self._drop, lambda: draw)
+
     @contextmanager
-    def _seeing(self, see: See, n: Tensor) -> Iterator[None]:
-        """In the body, modules read compressed parameters through `see`, and inputs are quantized where the plan says so."""
+    def _seeing(self, see: See, n: Tensor, micro: Tensor) -> Iterator[None]:
+        """In the body, modules read compressed parameters through `see`, inputs are quantized where the plan says so, and layers
+        drop tokens.
+        """
         slots = [(module, module._parameters) for module, _ in self._compressed]
         try:
             for module, names in self._compressed:
                 module.__dict__["_parameters"] = FetchedParameters(module._parameters, dict(names), see)
-            with self._quantizing(n):
+            with self._quantizing(n), self._dropping(n, micro):
                 yield
         finally:
             for module, own in slots:
@@ -211,13 +238,13 @@ class ModelInGraph:
         return quantized_inputs(self._module.model, self._compress, n.to(self._device))
 
     def _forward(
-        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor
+        self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         given = self._named(tensors)
         see = self._see(tensors, n)
-        self._module.inside = partial(self._seeing, see, n)
+        self._module.inside = partial(self._seeing, see, n, micro)
         with self._reads_from(tensors, see):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         for name, tensor in tensors.items():
@@ -240,14 +267,15 @@ class ModelInGraph:
         return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
     @contextmanager
-    def _in_backward(self, tensors: dict[str, Tensor], n: Tensor) -> Iterator[None]:
+    def _in_backward(self, tensors: dict[str, Tensor], n: Tensor, numbers: Tensor) -> Iterator[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with `tensors`, too."""
         if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
             yield
             return
         see = self._see(tensors, n)
         with (
-            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see), self._seeing(see, n),
+            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see),
+            self._seeing(see, n, numbers[2]),
         ):  # fmt: skip
             yield
 

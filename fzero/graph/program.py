@@ -84,7 +84,7 @@ class GraphProgram:
         compiled = CompiledStep(
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=run.checkpointing.names, stacked=stacked, compress=run.recipe.compress,
+            checkpoint=run.checkpointing.names, stacked=stacked, compress=run.recipe.compress, drop=run.recipe.drop,
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 
@@ -147,9 +147,10 @@ class GraphProgram:
         buffers, hook_states = optree.tree_map(torch.clone, (state.buffers, state.hook_states))  # the graph writes them
         given = state._replace(buffers=buffers, hook_states=hook_states, rng={})
         with self._drawing(run, state) as rng, profiler_range("step", "in one graph"):
-            shape = (2,) if self.stacked is None else (self.stacked.size, 2)
-            numbers = torch.full(shape, float(run.learned.num_passes), dtype=torch.float64, device=run.device)
-            numbers[..., 1].fill_(checksum)  # fills do not wait for the device
+            shape = (3,) if self.stacked is None else (self.stacked.size, 3)
+            numbers = torch.zeros(shape, dtype=torch.float64, device=run.device)
+            numbers[..., 0].fill_(run.learned.num_passes)  # fills do not wait for the device
+            numbers[..., 1].fill_(checksum)
             result = graph(given, batches, numbers)
         return result, buffers, rng, hook_states
 

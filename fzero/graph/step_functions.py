@@ -14,7 +14,7 @@ ranks, A micro-steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -39,14 +39,17 @@ from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
 from sharding.views import torch_dtype
 
+if TYPE_CHECKING:
+    from fzero.data.token_dropping import TokenDropping
+
 State = TrainState[Tensor]
 
 
 class StepFunctions:
     """The functions of a step for one model, plan and rank; with `stacked`, for all ranks at once.
 
-    They write into the tensors of the state that they are given. A batch is one micro-batch. `numbers` (2,) are a checksum and
-    the number of this pass. Rows are (loss, weight or -1, numbers).
+    They write into the tensors of the state that they are given. A batch is one micro-batch. `numbers` (3,) are the number of
+    this pass, a checksum, and the number of the micro-batch. Rows are (loss, weight or -1, the first two).
 
     Args:
         transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
@@ -66,6 +69,7 @@ class StepFunctions:
         autocast: torch.dtype | None,
         stacked: Stacked | None,
         compress: CompressionPlan,
+        drop: TokenDropping | None = None,
     ) -> None:
         self._device = device
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
@@ -74,7 +78,8 @@ class StepFunctions:
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
         self._transforms = transforms
-        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress}
+        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress, "drop": drop}
+        how["rank"] = axis.rank
         self._ranges = compress.ranges
         self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
 

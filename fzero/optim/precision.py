@@ -229,8 +229,7 @@ def mixed_precision(
         if not (transform.is_fused and is_wide):
             return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
         if factor is not None:
-            for grad in grads:
-                grad.mul_(factor.to(kept))
+            torch._foreach_mul_(list(grads), factor.to(kept))
         return transform.update_each(grads, params, states)[1]
 
     def specs(param: TensorSpec) -> Any:

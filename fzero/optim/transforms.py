@@ -228,6 +228,15 @@ def sgd(
     return Transform(init, update, specs)
 
 
+def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    """Counts an update, unless it is skipped."""
+    if found_inf is None and not is_traced():
+        torch._foreach_add_(steps, 1)
+        return
+    for step in steps:
+        step.add_(1 if found_inf is None else 1 - found_inf)
+
+
 class AdamState(NamedTuple, Generic[Leaf]):
     """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
 
@@ -292,8 +301,7 @@ def _adam(
         states: Sequence[AdamState[Tensor]],
         found_inf: Tensor | None = None,
     ) -> list[AdamState[Tensor]]:
-        for state in states:
-            state.step.add_(1 if found_inf is None else 1 - found_inf)
+        _advance([state.step for state in states], found_inf)
         full = [(grad, x, *state) for grad, x, state in zip(grads, params, states, strict=True) if x.numel()]
         if is_traced():
             for grad, param, *leaves in full:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
         partition_by_cost as partition_by_cost,
         uniform as uniform,
     )
+    from fzero.pipeline.pipeline import Pipeline as Pipeline
     from fzero.pipeline.timeline import Timeline as Timeline, chunk_costs as chunk_costs, predict as predict
     from fzero.pipeline.topology import (
         PipeDataParallelTopology as PipeDataParallelTopology,
@@ -48,6 +49,7 @@ else:
             "orders": "B F I ORDERS OrderError PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
             "partition": "LayerCost balanced partition_by_cost uniform",
             "timeline": "Timeline chunk_costs predict",
+            "pipeline": "Pipeline",
             "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )

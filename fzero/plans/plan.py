@@ -32,9 +32,11 @@ from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes
 from fzero.plans.orders import GivenOrder, check_named
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.placements import GivenPlacements, Streaming, with_placements
+from fzero.plans.stages import STAGES
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
-from sharding import Mesh, Sharded, TensorSpec, declaration, round_robin
+from sharding import Mesh, Replicated, Sharded, TensorSpec, declaration, round_robin
+from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
 
@@ -115,6 +117,11 @@ class Plan:
         """The number of the finest shards F."""
         return num_ranks(self.mesh, self.axes)
 
+    @property
+    def keeps_full_grads(self) -> bool:
+        """Whether every rank has the reduced gradients of all shards."""
+        return isinstance(STAGES[self.stage].grads, Replicated)
+
     def shard_of(self, rank: int) -> int:
         """The index of the finest shard that a rank holds."""
         return self.mesh.shard_of(rank, Sharded(*self.axes))
@@ -188,6 +195,12 @@ class Plan:
         return {kind: of_kind for kind, of_kind in parts.items() if of_kind}
 
     # --- comm hooks ---
+
+    @property
+    def copy_nbytes(self) -> int:
+        """The bytes of all divided parameters in full, padding included: the copy that `fzero.generating` gathers."""
+        divided = [buffer for buffer in self.flat_buffers if not isinstance(buffer.params.spec, Replicated)]
+        return sum(buffer.padded_numel * itemsize(buffer.dtypes.param) for buffer in divided)
 
     @property
     def hook_states(self) -> dict[str, dict[str, Any]]:
@@ -281,6 +294,7 @@ def plan(
     trained: Collection[str] | None = None,
     starts: Mapping[str, int] | None = None,
     order: GivenOrder = None,
+    is_stage: bool = False,
 ) -> Plan:
     """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
 
@@ -298,6 +312,7 @@ def plan(
         starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
             missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
             buffers of their own.
+        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
@@ -322,10 +337,10 @@ def plan(
             optimizer.check()
     check_has_shapes(model)
     owners, aliases = owners_of(model)
-    if not owners:
+    if not owners and not is_stage:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
-    check_params(owners, trained, param_groups)
+    check_params(owners, trained, () if is_stage else param_groups)
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
@@ -353,8 +368,8 @@ def _unit_plans(
         planner.plan(name, {n: owners[n] for n in members}, modules)
         for name, members in find_units(model, owners, patterns, zero.reduce_bucket_size or BUCKET)
     )
-    largest = max(unit_plans, key=lambda unit: unit.gathered_numel)
-    if largest.gathered_numel > zero.stage3_max_live_parameters:
+    largest = max(unit_plans, key=lambda unit: unit.gathered_numel, default=None)
+    if largest is not None and largest.gathered_numel > zero.stage3_max_live_parameters:
         raise LiveLimitError(
             f"zero_optimization.stage3_max_live_parameters: must hold the largest unit, got "
             f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
@@ -375,7 +390,7 @@ def _made(
 ) -> Plan:
     """The plan of these parts, with the limits and sizes that the configuration sets."""
     zero = cfg.zero_optimization
-    two_units = 2 * max(sum(b.padded_numel for b in unit.buffers) for unit in units)
+    two_units = 2 * max((sum(b.padded_numel for b in unit.buffers) for unit in units), default=0)
     max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
     return Plan(
         stage=zero.stage, mesh=mesh, axes=shard_axes(mesh, zero), units=units,

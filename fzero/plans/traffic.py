@@ -1,8 +1,8 @@
 """The traffic of a step: how much one rank sends, by mesh axis and collective.
 
-Along one axis of n ranks a reduce-scatter of N elements sends (n-1)/n · N, and so does the all-gather that ends with N
-elements; an all-reduce sends twice that. Along several axes each collective is made axis by axis, with N/n elements left for
-the next. The size of a message is in elements or in bytes, as the caller chooses (`Size`).
+The messages of a reduce-scatter, and of the all-gather that ends with as many elements, are those of the primitive
+(`fzero.comms.records.messages`); an all-reduce sends both. The size of a message is in elements or in bytes, as the caller
+chooses (`Size`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Literal, NamedTuple, get_args
 
 import fzero.optim as optim
 from fzero.comms.comm_hooks import CommHook
+from fzero.comms.records import messages
 from fzero.plans.comm_hooks import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from sharding import Mesh
@@ -57,10 +58,8 @@ def sent_by_axis(
     for buffer in (buffer for unit in units for buffer in unit.buffers):
         of_buffer = _sent(buffer, hooks, num_micro_steps, in_backward=buffer not in last)
         for collective, numel, axes, dtype, times, by_axis in of_buffer:
-            for name in axes:
-                num_ranks = mesh.axis_size(name)
-                numel //= num_ranks
-                sent[name][collective] += times * size(numel, dtype, by_axis.get(name)) * (num_ranks - 1)
+            for name, message in zip(axes, messages(numel, map(mesh.axis_size, axes)), strict=True):
+                sent[name][collective] += times * size(message.numel, dtype, by_axis.get(name)) * message.num_others
     return sent
 
 
@@ -73,11 +72,7 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 class _Sent(NamedTuple):
-    """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them, `times` a step.
-
-    Along each axis a rank sends one message to each of the others; the number of elements for the next axis is divided by the
-    number of ranks along this one.
-    """
+    """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them, `times` a step."""
 
     collective: Collective
     numel: int

@@ -97,7 +97,7 @@ class UnitScheduler:
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run = _Run(order, len(self.executed))
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
 
     def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""

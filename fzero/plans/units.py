@@ -48,7 +48,7 @@ def find_units(
     blocks = blocks_of(model, patterns)
     runs = _runs(blocks, owners)
     whole = [names for block, names in runs if block is not None] or _by_module(list(owners)).values()
-    cap = min(cap, max(sum(owners[name].numel() for name in names) for names in whole))
+    cap = min(cap, max((sum(owners[name].numel() for name in names) for names in whole), default=0))
     units: list[tuple[str, list[str]]] = []
     for block, names in runs:
         if block is not None:

@@ -221,7 +221,7 @@ class _Flat(NamedTuple):
         """This rank's elements of one parameter: a view, or a part of a file."""
         buffer, step = self.buffer, self.step
         if isinstance(self.spec.spec, Sharded):
-            shard = step.plan.mesh.shard_of(step.rank, self.spec.spec)
+            shard = step.plan.mesh.shard_of(step.runtime.rank, self.spec.spec)
             start = self.spec.partition(step.plan.mesh).bounds(shard)[0]
             own: Any = self.flat
         elif self.flat.numel() != buffer.shard_numel and buffer.flow.updates == "shard":  # a gradient kept in full

@@ -17,7 +17,7 @@ from torch import Tensor
 from fzero.common.arguments import check_kind, check_no_inference
 from fzero.runtime.file_agreement import agree, files_of
 from fzero.runtime.offload import QUANTITIES
-from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles
@@ -44,9 +44,8 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     check_kind("step", step, TrainStep | LockstepRanks, "a step", fix)
     check_no_inference("place")
     if isinstance(step, LockstepRanks):
-        ranks, states = step, unstacked(state, step.world_size)
-        placed: TrainState[Any] = stacked(ranks.on_each(lambda rank: place(states[rank], ranks.steps[rank])))
-        return placed
+        ranks, states = step, step.states_of(state)
+        return ranks.joined(ranks.on_each(lambda rank: place(states[rank], ranks.steps[rank])))
     step.runtime.form.check(state)
     old = files_of(state)
     is_served = step.runtime.offload.is_served_by(old)
@@ -63,9 +62,8 @@ def copied(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainStat
         StoreError, MemoryError: as `place`.
     """
     if isinstance(step, LockstepRanks):
-        ranks, states = step, unstacked(state, step.world_size)
-        found: TrainState[Any] = stacked(ranks.on_each(lambda rank: copied(states[rank], ranks.steps[rank])))
-        return found
+        ranks, states = step, step.states_of(state)
+        return ranks.joined(ranks.on_each(lambda rank: copied(states[rank], ranks.steps[rank])))
     step.runtime.check_state(state)
     in_memory: TrainState[Any] = optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state)
     return _moved(in_memory, step, files_of(state), step.runtime.offload.make_files(step.runtime.mesh.world))

@@ -75,6 +75,13 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         CollectiveError: another process died, or does not take part.
     """
     _check_steps(old, new, TrainStep | LockstepRanks)
+    for name, step in (("old", old), ("new", new)):
+        runs = step.steps[0] if isinstance(step, LockstepRanks) else step
+        if runs.recipe.pipeline is not None:
+            raise ValueError(
+                f"reshard: the {name} step must not be a pipeline as yet, whose stages hold different parameters; save the state "
+                f"with fzero.save, and load it with the new step"
+            )
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
         return _reshard_simulated(state, old, new)
     axis = job()

@@ -137,13 +137,7 @@ class Checkpointing:
         anchor = torch.empty(0, device=device)
 
         def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
-            slots = [
-                _Slot(part, key, aliases.get(full, full))
-                for prefix, part in module.named_modules(prefix=name)
-                for key, own in part._buffers.items()
-                if own is not None
-                for full in [f"{prefix}.{key}"]
-            ]
+            slots = slots_of(module, name, aliases)
             return checkpointed(Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
 
         with replaced_forwards(model, self.names, replaced):
@@ -161,6 +155,17 @@ class _Slot(NamedTuple):
     def buffers(self) -> dict[str, Any]:
         """The module's present mapping of buffers. (To bind the module again for the backward replaces the mapping.)"""
         return self.module._buffers
+
+
+def slots_of(module: nn.Module, name: str, aliases: Mapping[str, str]) -> list[_Slot]:
+    """The buffers of a module and of those in it. `name` is the module's own."""
+    return [
+        _Slot(part, key, aliases.get(full, full))
+        for prefix, part in module.named_modules(prefix=name)
+        for key, own in part._buffers.items()
+        if own is not None
+        for full in [f"{prefix}.{key}".removeprefix(".")]
+    ]
 
 
 class Site(NamedTuple):

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fzero.runtime.refusals import UNRELATED
 
-
 SMALL = 1 << 16
 """The most elements of a parameter that shares the node of its visit."""
 

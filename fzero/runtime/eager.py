@@ -19,27 +19,27 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.common.profiler_ranges import profiler_range
+from fzero.common.profiler_ranges import OpenRange
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.replay import Memory
-from fzero.plans.unit_orders import Orders, Run
+from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
+from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
 from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
@@ -63,12 +63,10 @@ class ForwardBackward:
         params: this rank's flat buffers by key, wherever they live.
         grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
             allows forwards only.
-        orders: the events to follow, by run; a run without any is negotiated, and learned. None negotiates all.
+        learned: the events to follow, by run; a run without any is negotiated, and learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         seen: what modules see of compressed parameters.
-        answers: of the unit scheduler so far.
-        marks: attributes of parameters in the forward, by name.
 
     Attributes:
         forwards: the forwards so far.
@@ -82,28 +80,26 @@ class ForwardBackward:
         mesh: RankMesh,
         params: Mapping[str, Leaf],
         grads: Mapping[str, Leaf] | None,
-        orders: Orders | None,
+        learned: Learned,
         transfer: ShardTransfer,
         *,
         hook_states: Mapping[str, States] = {},
         seen: SeenParams,
-        answers: Memory,
-        marks: Mapping[str, Mapping[str, Any]] = {},
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards, self._seen = Forwards(), seen
-        self._given = GivenParams(seen.scored, marks)
+        self._given = GivenParams(seen.scored)
         self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
-        self._events = Sequencer(plan, mesh, orders, answers, self._gathers, self._reductions)
+        self._events = Sequencer(plan, mesh, learned, self._gathers, self._reductions)
         self._units = {unit.name: unit for unit in plan.units}
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._range: AbstractContextManager[object] = nullcontext()  # in a trace, the range of the unit being visited
+        self._range = OpenRange()  # in a trace, that of the unit being visited
 
     @property
     def is_over(self) -> bool:
@@ -139,7 +135,7 @@ class ForwardBackward:
             self._given.begin(compares=compares)
             with self._given.named_errors(), self.saving() if saves else nullcontext():
                 yield
-            self._end_range()
+            self._range.close()
             self._gathers.check_full()
             self._given.end()
             self._events.ask("boundary")
@@ -155,6 +151,7 @@ class ForwardBackward:
         is_last: bool = True,
         keeps: bool = False,
         check: Callable[[Tensor], None] | None = None,
+        needs_grads: bool = True,
     ) -> Iterator[list[Tensor]]:
         """Inside, a backward of autograd adds its gradients to `grads`. *Collective:* every rank; in stage 3 gathers again.
 
@@ -166,6 +163,7 @@ class ForwardBackward:
             is_last: whether this is the last backward before the update; only then are full gradients reduced.
             keeps: whether the graph is retained for another backward.
             check: checks the rows before any other collective, if the order of collectives may differ between ranks.
+            needs_grads: whether it is an error if no trained parameter gets a gradient. (A pipeline stage may have none.)
 
         Yields:
             A list that receives, at the end, every rank's row in rank order.
@@ -185,9 +183,11 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if not self._reductions.has_come:  # an update without gradients would still apply weight decay
+            if (
+                needs_grads and not self._reductions.has_come
+            ):  # an update without gradients would still apply weight decay
                 raise ValueError(UNRELATED)
-            self._forget_leaves()
+            self._leave("")
             self._gathers.check_full()
             self._events.ask("end_backward")
             self._let_go()
@@ -228,7 +228,7 @@ class ForwardBackward:
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
-        self._end_range()
+        self._range.close()
         pending = [*self._gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
@@ -283,22 +283,17 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        self._end_range()
+        self._range.close()
         if self._present is not None:
             self._given.check(self._units[self._present.unit])
-        self._range = profiler_range("unit", unit.name) if self._events.in_forward else nullcontext()
-        self._range.__enter__()
+        if self._events.in_forward:
+            self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
-            flats, work = self._gathers.full(unit), None if self.grads is None else self
-            seen = self._gathers.seen(unit)
+            work, flats, seen = None if self.grads is None else self, self._gathers.full(unit), self._gathers.seen(unit)
             self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
-
-    def _end_range(self) -> None:
-        range_, self._range = self._range, nullcontext()
-        range_.__exit__(None, None, None)
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is there."""
@@ -306,14 +301,10 @@ class ForwardBackward:
             self._leave(unit)
             self._events.ask("need", unit)
 
-    def _forget_leaves(self) -> None:
-        if self._present is not None:
-            self._present.leaves.clear()
-
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, unless it is `unit`; then the unit's memory can be given back."""
         if self._present is not None and self._present.unit != unit:
-            self._forget_leaves()
+            self._present.leaves.clear()
             self._present = None
 
     # --- autograd ----------------------------------------------------------------------------------------------
@@ -321,25 +312,12 @@ class ForwardBackward:
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, views of gathered buffers are saved as `SavedView`s."""
-        if not (self._given.has_marks or any(unit.gathered_numel for unit in self.plan.units)):
+        if not any(unit.gathered_numel for unit in self.plan.units):
             yield
             return
-        if self._given.has_marks:
-            pack, unpack = untraced(ForwardBackward._pack_marked), untraced(ForwardBackward._unpack_marked)
-            hooks = saved_tensors_hooks(partial(pack, self), partial(unpack, self))
-        else:
-            pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-            hooks = saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self))
-        with hooks:
+        pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
+        with saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self)):
             yield
-
-    def _pack_marked(self, tensor: Tensor) -> tuple[SavedView | tuple[Tensor, int], Mapping[str, Any]]:
-        return self._gathers.as_saved(tensor), self._given.marks_of(tensor)
-
-    def _unpack_marked(self, saved: tuple[SavedView | tuple[Tensor, int], Mapping[str, Any]]) -> Tensor:
-        tensor = self._unpack(saved[0])
-        tensor.__dict__ |= saved[1]
-        return tensor
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):
@@ -357,18 +335,18 @@ class ForwardBackward:
                 if not name or grad is None:
                     continue
                 if name not in self._seen.is_on:
-                    self._add(name, grad)
+                    self._add(name, grad, unit)
                     continue
                 for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
-                    self._add(own, part)
+                    home, buffer = self.plan.homes[own]
+                    if buffer.trainable:
+                        self._add(own, part, home.name)
 
-    def _add(self, name: str, grad: Tensor) -> None:
-        unit, buffer = self.plan.homes[name]
-        if buffer.trainable:
-            if not self._reductions.has_begun(unit.name, buffer.key):
-                self._events.ask("collect", unit.name, buffer.key)
-            self._reductions.add(name, grad, unit.name, buffer)
-            self.forwards.used.add(name)
+    def _add(self, name: str, grad: Tensor, unit: str) -> None:
+        if not self._reductions.has_begun(unit, name):
+            self._events.ask("collect", unit, self.plan.homes[name][1].key)
+        self._reductions.add(name, grad, unit)
+        self.forwards.used.add(name)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""

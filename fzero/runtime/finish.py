@@ -129,7 +129,7 @@ def norm_parts(
     *Collective* if a rank does not have the gradients of all shards: sends one number.
 
     Args:
-        measured: the contributions of the flat gradients of one shard (`LossRules.of_shard`), in the order of the plan.
+        measured: the norms of the flat gradients of one shard (`LossRules.of_shard`), in the order of the plan.
         shards: the shards whose gradients this rank has: all, or its own.
         stack: a collective: from the number of this rank's shard to the numbers of all shards (F,).
     """

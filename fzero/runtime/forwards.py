@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
-from torch import Tensor
-
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.unit_orders import Run
 

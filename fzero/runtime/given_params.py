@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -81,25 +81,15 @@ class GivenParams:
 
     Args:
         scored: the parameters whose gradient is needed for scores, also where they are frozen.
-        marks: attributes that parameters get, by name.
 
     Attributes:
         is_open: whether the forward runs.
     """
 
-    def __init__(self, scored: frozenset[str] = frozenset(), marks: Mapping[str, Mapping[str, Any]] = {}) -> None:
-        self._scored, self._marks, self.is_open = scored, marks, False
+    def __init__(self, scored: frozenset[str] = frozenset()) -> None:
+        self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
-        self._places: dict[tuple[int, torch.Size], str] = {}  # the names of parameters by address; only with marks
         self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
-
-    @property
-    def has_marks(self) -> bool:
-        return bool(self._marks)
-
-    def marks_of(self, tensor: Tensor) -> Mapping[str, Any]:
-        """The attributes of the parameter that a tensor is, which autograd saves without them."""
-        return self._marks.get(self._places.get((tensor.data_ptr(), tensor.shape), ""), {})
 
     def begin(self, *, compares: bool) -> None:
         """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after."""
@@ -155,9 +145,6 @@ class GivenParams:
             ]
         for name, leaf in leaves.items():
             leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
-            if self._marks:
-                self._places[leaf.data_ptr(), leaf.shape] = name
-                leaf.__dict__ |= self._marks[name]
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, leaves)

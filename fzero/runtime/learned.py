@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Any, Self
+from typing import Self
 
 from fzero.plans.replay import Memory
 from fzero.plans.unit_orders import Event, Orders, Run
@@ -28,7 +27,6 @@ class Learned:
         compared: the kinds of forwards whose parameters have been compared.
         own_grads: checks in the first step that the module's own parameters got no gradients.
         holds_still: whether any forward has excluded trained parameters from its gradients (`still`).
-        marks: attributes of each parameter as a forward sees it, for code that asks for them (DeepSpeed's `ds_status`).
     """
 
     orders: Orders | None
@@ -39,7 +37,6 @@ class Learned:
     compared: set[str] = field(default_factory=set)
     own_grads: OwnGrads | None = None
     holds_still: bool = False
-    marks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     answers: Memory = field(default_factory=Memory)
 
     @classmethod
@@ -58,3 +55,7 @@ class Learned:
     def with_own_orders(self) -> Self:
         """The same, with orders of its own from here on."""
         return replace(self, orders=None if self.orders is None else self.orders.copy())
+
+    def negotiating(self) -> Self:
+        """The same, without orders: every run is negotiated, and none is learned."""
+        return replace(self, orders=None)

@@ -135,18 +135,19 @@ class LossRules:
         return self.world_size if self.is_mean and weight is None else 1
 
     def of_shard(self, grad_S: Tensor) -> Tensor:
-        """One flat shard's contribution to a part of the norm (0-d float64)."""
+        """The norm of one flat shard (0-d)."""
         if self.is_inf:
-            return grad_S.abs().max().double()
+            return grad_S.abs().max()
         norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=torch.promote_types(grad_S.dtype, torch.float32))
-        return norm.double().square()
+        return norm
 
     def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
-        """One shard's part of the norm (0-d float64), from the contributions of its flat gradients."""
-        part = torch.zeros((), dtype=torch.float64, device=device)
-        for number in measured:
-            part = torch.maximum(part, number) if self.is_inf else part + number
-        return part
+        """One shard's part of the norm (0-d float64; of a 2-norm the square), from the norms of its flat gradients."""
+        numbers = list(measured)
+        if not numbers:
+            return torch.zeros((), dtype=torch.float64, device=device)
+        norms = torch.stack(numbers).double()
+        return norms.max() if self.is_inf else norms.square().sum()
 
     def norm(self, parts_F: Tensor) -> Tensor:
         """The global norm of the collected gradients, from the parts of all shards."""

@@ -330,7 +330,10 @@ def beneath_modes(num_modes: int) -> AbstractContextManager[object]:
     A mode that a model enters must see the model's operations only. The gather of its parameters is not one of them, and is not
     repeated when the mode's region runs again.
     """
-    return nullcontext() if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+    return _NOTHING if torch._C._len_torch_dispatch_stack() == num_modes else _without_modes(num_modes)
+
+
+_NOTHING = nullcontext()
 
 
 @contextmanager

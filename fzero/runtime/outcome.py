@@ -75,7 +75,8 @@ def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
             if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
                 first = order[name]
     found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
-    return dict(zip(order.values(), order, strict=True)).get(found)
+    name = dict(zip(order.values(), order, strict=True)).get(found)
+    return name if run.stages is None else run.stages.first_name(name)
 
 
 def check_used(run: StepRuntime, used: Collection[str]) -> None:

@@ -8,7 +8,7 @@ Shape letters: A micro-steps, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -35,6 +35,7 @@ from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
 from fzero.storage.shard_io import own_shard
 
@@ -72,7 +73,9 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
-    micro_batches = list(run.batches.split(batch))
+    micro_batches = (
+        list(run.batches.split(batch)) if run.stages is None else run.stages.micro_batches(run, state, batch)
+    )
     _enter(run)
     return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
 
@@ -123,8 +126,8 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, state.grads, learned.orders, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state), answers=learned.answers, marks=learned.marks,
+        run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
+        seen=seen_params(run, state),
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -142,8 +145,12 @@ def forward(
     learned = run.learned
     learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
-    compares = _compares(run, kind)
-    with profiler_range("forward"), _bound_to(run, window), window.work.forward(kind, still=still, compares=compares):
+    compares, micro = _compares(run, kind), lambda: window.work.forwards.last_index
+    with (
+        profiler_range("forward"),
+        bound_to(run, window, micro),
+        window.work.forward(kind, still=still, compares=compares),
+    ):
         result = function()
     learned.compared.add(kind)
     return result
@@ -188,12 +195,14 @@ def going_back(
     num_parts: int = 1,
     is_last: bool = True,
     keeps: bool = False,
+    needs_grads: bool = True,
 ) -> Iterator[list[AccumulationWindow]]:
     """`backward` as a context, in which autograd runs. *Collective:* every rank.
 
     Args:
         visits: the visits of the backward (`visits_of`).
         loss: its value, of which the step's loss is made.
+        needs_grads: see `ForwardBackward.backward`.
 
     Yields:
         A list that receives the window at the end.
@@ -207,11 +216,12 @@ def going_back(
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
-        _bound_to(run, window),
+        bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
             visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
             keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
+            needs_grads=needs_grads,
         ) as rows,
     ):  # fmt: skip
         yield after
@@ -225,7 +235,8 @@ def going_back(
 @contextmanager
 def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    with _bound_to(run, window), window.work.passing(loss, keeps=keeps):
+    again = partial(visits_in, loss, window.work)
+    with bound_to(run, window, lambda: only_forward(again())), window.work.passing(loss, keeps=keeps):
         yield
 
 
@@ -305,9 +316,14 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
         rest = map(run.rules.loss.of_shard, transfer.each(unknown))
         return (next(rest) if number is None else number for number in known)
 
-    has_all = all(b.flow.reduces_to == "full" for b in cut)
+    has_all = run.plan.keeps_full_grads
+    shards = range(mesh.num_shards) if has_all else (mesh.shard,)
+    of_shard: Callable[[int], Iterable[Tensor]] = measured
+    if run.stages is not None:
+        rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
+        of_shard = dict(zip(shards, rows, strict=True)).__getitem__
     return norm_parts(
-        run.rules.loss, measured, range(mesh.num_shards) if has_all else (mesh.shard,), mesh.num_shards,
+        run.rules.loss, of_shard, shards, mesh.num_shards,
         stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
     )  # fmt: skip
 
@@ -330,6 +346,8 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
     """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
     run.check_state(state)
+    if run.stages is not None:
+        return run.stages.evaluate(run, state, batch)
     meet("TrainStep.evaluate", run.mesh.world)
     model = run.recipe.model
     modes = [(module, module.training) for module in model.modules()]
@@ -370,24 +388,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
-    *Collective* in stage 3: every rank calls the model equally often.
+    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
+
+    Args:
+        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
+            the model another number of times on another rank, or each time.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    work = ForwardBackward(
-        run.plan, run.mesh, state.params, None, learned.orders, transfer, seen=seen, answers=learned.answers,
-        marks=learned.marks,
-    )  # fmt: skip
+    known = learned if learns else learned.negotiating()
+    work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
+        dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -432,8 +453,8 @@ def _with_blocks(run: StepRuntime) -> Any:
 
 
 @contextmanager
-def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
-    """Inside, the model computes with the tensors of a window."""
+def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
     model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
@@ -443,6 +464,7 @@ def _bound_to(run: StepRuntime, window: AccumulationWindow) -> Iterator[None]:
             model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
             moving=run.learned.moving_buffers,
         ),
+        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 

@@ -28,9 +28,10 @@ from sharding.views import torch_dtype
 
 @dataclass(slots=True)
 class _Filling:
-    """The flat gradients of a unit while they fill: the buffers (P each), and the parameters that have been written."""
+    """The flat gradients of a unit while they fill: the buffers (P each), the part of each parameter, and the written ones."""
 
     flats: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
 
@@ -99,19 +100,18 @@ class Reductions:
 
     # --- collecting ----------------------------------------------------------------------------------------------
 
-    def has_begun(self, unit: str, key: str) -> bool:
-        """Whether gradients of a flat buffer are being collected."""
-        return key in self._filling[unit].flats
+    def has_begun(self, unit: str, name: str) -> bool:
+        """Whether the flat gradient of a parameter is being collected."""
+        return name in self._filling[unit].parts
 
-    def add(self, name: str, grad: Tensor, unit: str, buffer: FlatParamPlan) -> None:
+    def add(self, name: str, grad: Tensor, unit: str) -> None:
         """Adds the gradient of a parameter to the flat gradient of its unit."""
         self.has_come = True
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         filling = self._filling[unit]
-        start, stop = buffer.layout.bounds(name)
-        target = filling.flats[buffer.key][start:stop]
-        target = target if grad.dim() == 1 else target.view(grad.shape)
+        part = filling.parts[name]
+        target = part if grad.dim() == 1 else part.view(grad.shape)
         if grad.dtype != target.dtype:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
@@ -136,11 +136,12 @@ class Reductions:
         is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
         is_held = is_kept and buffer.key in self._held
         if is_held or (is_kept and self._is_here(buffer)):
-            filling.flats[buffer.key] = self._transfer.load(stream_name("grads", buffer.key), home)
+            flat_P = self._transfer.load(stream_name("grads", buffer.key), home)
         else:
             dtype = home.dtype if is_kept else send_dtype
-            scratch, device = self._transfer.scratch, self._transfer.device
-            filling.flats[buffer.key] = scratch.take(buffer.padded_numel, dtype, device)
+            flat_P = self._transfer.scratch.take(buffer.padded_numel, dtype, self._transfer.device)
+        filling.flats[buffer.key], layout = flat_P, buffer.layout
+        filling.parts.update(zip(layout.names, flat_P.split_with_sizes([*layout.numels, layout.partition.padding])))
         if is_held:
             filling.written.update(buffer.layout.names)
 
@@ -149,6 +150,7 @@ class Reductions:
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the reductions of a unit, with zeros for gradients that were not written. *Collective:* every rank."""
         filling = self._filling.pop(unit.name, None) or _Filling()
+        filling.parts.clear()  # views, with which the memory could not be given back
         started = []
         for buffer in unit.buffers:
             if buffer.trainable:
@@ -190,9 +192,9 @@ class Reductions:
         reads, started = self._in_flight.popleft()
         while started:  # emptied, so that no reference here keeps the full gradients' memory
             buffer, sending, is_late = started.pop(0)
-            mean, states = sending.wait()
+            mean = sending.pending.wait()
             if buffer.key in self.hook_states:
-                self.hook_states[buffer.key] = states
+                self.hook_states[buffer.key] = sending.state()
             kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
             measures = self._is_last and kept.numel() == buffer.shard_numel
             self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late, measures=measures)

@@ -19,10 +19,11 @@ from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.replay import Memory, Replay
-from fzero.plans.unit_orders import AGREED, END, Event, Orders, Run, ScheduleError, serve
+from fzero.plans.replay import Replay
+from fzero.plans.unit_orders import AGREED, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
+from fzero.runtime.learned import Learned
 from fzero.runtime.reductions import Reductions
 
 Action = tuple[Callable[..., object], Any]
@@ -37,30 +38,23 @@ class Sequencer:
     Args:
         plan: the units.
         mesh: the ranks.
-        orders: the learned orders by run; a run without one is negotiated, and learned. None negotiates every run.
-        answers: of the unit scheduler so far.
+        learned: the orders by run; a run without one is negotiated, and learned. And the answers of the unit scheduler so far.
         gathers, reductions: execute the events.
 
     Attributes:
         phase: of the collectives that are executed now.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        mesh: RankMesh,
-        orders: Orders | None,
-        answers: Memory,
-        gathers: Gathers,
-        reductions: Reductions,
-    ) -> None:
-        self._mesh, self._orders = mesh, orders
+    def __init__(self, plan: Plan, mesh: RankMesh, learned: Learned, gathers: Gathers, reductions: Reductions) -> None:
+        self._mesh, self._orders = mesh, learned.orders
         self._gathers, self._reductions = gathers, reductions
         self._units = {unit.name: unit for unit in plan.units}
         here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
         make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
         self._prepared = _Actions(plan)
-        self._replay = Replay(make, answers, self._prepared)  # no method of this object: a cycle would keep the state
+        self._replay = Replay(
+            make, learned.answers, self._prepared
+        )  # no method of this object: a cycle would keep the state
         self.phase: Phase = "forward"
         self._run: Run = ()
 

@@ -53,6 +53,44 @@ class Program(Protocol):
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
 
 
+class Stages(Protocol):
+    """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
+
+    @property
+    def world(self) -> Bound: ...
+    @property
+    def is_first(self) -> bool: ...
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    def stores(self, tensor: str, /) -> bool:
+        """Whether this stage stores a tensor of the state in checkpoints. (Others may hold the same.)"""
+        ...
+
+    def micro_batches(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs."""
+        ...
+
+    def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device, /) -> list[list[Tensor]]:
+        """The contributions of all stages' flat buffers to the norm, from those of this stage, for each shard."""
+        ...
+
+    def first_name(self, name: str | None, /) -> str | None:
+        """The first of the names of all stages, in the order of the layers."""
+        ...
+
+    def evaluate(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> Tensor:
+        """The mean loss, without gradients."""
+        ...
+
+    def first_state(self, run: StepRuntime, state: TrainState[Tensor], /) -> TrainState[Tensor]:
+        """The first state with equal copies of tied layers."""
+        ...
+
+    def all_of(self, own: Mapping[str, Tensor], /, *, keep: bool) -> dict[str, Tensor]:
+        """The tensors of all stages, by name."""
+        ...
+
+
 class Blocks(Protocol):
     """Blocks of a model that run compiled."""
 
@@ -83,6 +121,7 @@ class StepRuntime:
         observer: sees batches and updates.
         runs: the program of a step.
         blocks: the compiled blocks, if there are any.
+        stages: the other stages of a pipeline; None without one. The rest of the runtime is that of this rank's stage.
     """
 
     recipe: StepSpec
@@ -105,6 +144,7 @@ class StepRuntime:
     observer: Observer | None
     runs: Program | None = None
     blocks: Blocks | None = None
+    stages: Stages | None = None
 
     @classmethod
     def make(cls, recipe: StepSpec, ranks: Bound | AbstractAxis) -> Self:
@@ -198,6 +238,21 @@ class StepRuntime:
                 f"plan, specs, trace and explain, so leave mesh out under torchrun"
             )
         return self.bound
+
+    @property
+    def world(self) -> Bound:
+        """All ranks of the job, also those of other pipeline stages."""
+        return self.mesh.world if self.stages is None else self.stages.world
+
+    @property
+    def rank(self) -> int:
+        """This rank's number among those of the plan."""
+        return self.ranks.rank
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the tensors of the model's other stages, if there are any, and of this one."""
+        return () if self.stages is None else self.stages.names
 
     @property
     def autocast(self) -> torch.dtype | None:

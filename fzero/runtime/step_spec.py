@@ -11,7 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -34,10 +34,20 @@ from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
+from fzero.runtime.token_dropping import check_lengths
 from sharding import Mesh
 
 if TYPE_CHECKING:
+    from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
+
+
+class Pipelined(Protocol):
+    """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+
+    def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
+        """The `StepRuntime` of this rank's stage."""
+        ...
 
 
 class MismatchError(ValueError):
@@ -74,6 +84,12 @@ class StepSpec:
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
     compress: CompressionPlan = field(default_factory=CompressionPlan)
     """What modules see of compressed parameters."""
+    drop: TokenDropping | None = None
+    """The layers that see a part of the tokens."""
+    pipeline: Pipelined | None = None
+    """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
+    is_stage: bool = False
+    """Whether `model` is one stage of a pipeline."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -91,6 +107,7 @@ class StepSpec:
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
                 "compiled in every step, got it on; pass compile='step', or leave compile out"
             )
+        check_lengths(self.cfg, self.drop, self.compile)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -98,7 +115,7 @@ class StepSpec:
         return plan(
             self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
             transform=self.transform, gather_hook=self.gather_hook, reduce_hook=self.reduce_hook,
-            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order,
+            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order, is_stage=self.is_stage,
         )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:
@@ -263,10 +280,15 @@ class StepSpec:
         tensors = self.model.state_dict(keep_vars=True)
         return {key: names[id(tensor)] for key, tensor in tensors.items() if id(tensor) in names}
 
+    @property
+    def fingerprint_of_config(self) -> dict[str, str]:
+        """The values of the configuration, as text, by dotted name."""
+        return _dotted(self.cfg.model_dump())
+
     def fingerprint(self, the_plan: Plan) -> dict[str, dict[str, str]]:
         """The values that must be the same on all ranks, by subject and name."""
         return {
-            "configuration": _dotted(self.cfg.model_dump()),
+            "configuration": self.fingerprint_of_config,
             "parameters": {
                 n: f"{tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}"
                 for n, p in self.model.named_parameters()
@@ -283,6 +305,7 @@ class StepSpec:
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
                 "compression": str(self.compress),
+                "random_ltd": str(self.drop),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": str(torch.__version__)},

@@ -29,7 +29,8 @@ def first_state(run: StepRuntime, params: Mapping[str, Tensor] | None, init_fn: 
         params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
     meet("TrainStep.init", run.mesh.world)
     run.learned.origin.look(given=params is not None)
-    return run.builder.make(run.mesh, params, init_fn)
+    state = run.builder.make(run.mesh, params, init_fn)
+    return state if run.stages is None else run.stages.first_state(run, state)
 
 
 def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[str, Tensor]:
@@ -38,16 +39,17 @@ def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[
         raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
     run.check_state(state)
     meet("TrainStep.gather", run.mesh.world)
-    keep = to == "all" or run.ranks.rank == 0
+    keep = to == "all" or run.ranks.rank == 0  # of a stage
     full: dict[str, Tensor] = {}
     for views in run.full_weights(state):
         if keep:
             full |= {name: _portable(view) for name, view in views.items()}
     run.agree_on_files(state)
-    if not keep:
-        return {}
-    full |= {name: _portable(tensor) for name, tensor in state.buffers.items()}
-    return {key: full[name] for key, name in run.stored_names.items()}
+    full |= {name: _portable(tensor) for name, tensor in state.buffers.items()} if keep else {}
+    full = {key: full[name] for key, name in run.stored_names.items()} if keep else {}
+    if run.stages is not None and keep:
+        return run.stages.all_of(full, keep=to == "all" or run.stages.is_first)
+    return full
 
 
 def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:

@@ -169,7 +169,9 @@ class ShardTransfer:
             measures: whether these are the final values, which are measured for `known`.
         """
         self._measured.pop(name, None)
-        if isinstance(home, FileTensor):
+        if home is values and not adds:
+            here = values
+        elif isinstance(home, FileTensor):
             with profiler_range("write_back", name):
                 here = self._put_in_file(name, home, values, adds=adds)
         elif home.device != values.device:

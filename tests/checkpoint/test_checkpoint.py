@@ -383,10 +383,10 @@ def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) ->
 
 def test_what_is_no_whole_checkpoint_is_told(folder: Path) -> None:
     step, state = small()
-    with pytest.raises(fzero.CheckpointError, match=r"must be a folder, and there is none"):
+    with pytest.raises(fzero.checkpoint.NoCheckpointError, match=r"must be a folder, and there is none"):
         fzero.load(folder, step=step)
     folder.mkdir()
-    with pytest.raises(fzero.CheckpointError, match=r"must hold 'latest' or fzero.json"):
+    with pytest.raises(fzero.checkpoint.NoCheckpointError, match=r"must hold 'latest' or fzero.json"):
         fzero.load(folder, step=step)
     path = fzero.save(state, folder, step=step)
     half = files.begin(folder, 3)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -17,6 +16,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import server
 from training import Plain, config, make
 
 import fzero
@@ -87,9 +87,7 @@ def save_here(folder: Path, number: int) -> None:
 
 def killed_job(folder: Path, trial: int, first: int, victim: int, calls_left: int | None, seconds: float) -> None:
     """Runs a job that saves one checkpoint after the other, until one of its ranks is killed, and then the others."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "fzero", "torch.distributed.checkpoint"])
-    processes = []
+    context, processes = server(), []
     for rank in range(WORLD_SIZE):
         arguments = (rank, folder, trial, first, calls_left if rank == victim else None, sys.path)
         processes.append(context.Process(target=save_for_ever, args=arguments, daemon=True))

@@ -1,7 +1,7 @@
-"""Records the losses of the real DeepSpeed, beside which tests/clients compares fzero's: `python tests/clients/record.py CASE:STAGE...`
+"""Records the losses of the real DeepSpeed, with which test_clients.py compares fzero's.
 
-Run it in an environment with the extra `clients` and DeepSpeed; without arguments it runs all cases. It writes what it found, with
-the versions of all packages, to deepspeed_losses.json beside it.
+Run `python tests/clients/record.py [CASE:STAGE ...]` in an environment with the extra `clients` and DeepSpeed; without cases it
+runs all cases. It writes what it found, with the versions of all packages, to deepspeed_losses.json beside it.
 """
 
 from __future__ import annotations

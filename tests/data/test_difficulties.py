@@ -113,7 +113,7 @@ def test_an_inner_block_under_a_disabled_one_has_no_effect_and_says_so() -> None
 
 def test_a_multiple_that_makes_few_enough_values_is_proposed() -> None:
     schedule = fixed_linear(128, 1024, steps=400, multiple=8)
-    assert len(schedule.values(0)) == 113 and fewer_values(schedule, 8, 0) == 128
+    assert len(schedule.values(0)) == 113 and fewer_values(schedule, 8, 0).multiple == 128
 
 
 def test_batches_are_cut_and_the_given_one_is_unchanged() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -80,14 +81,15 @@ def _as_a_plain_model(stage: int, precision: str, zero: dict[str, Any], by: str)
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "torch_autocast"])
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "torch_autocast"])
+@pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 def test_tokens_are_those_of_a_plain_model_and_parameters_are_sent_once(
-    ranks: RankPool, stage: int, precision: str, offload: str | None
+    ranks: RankPool, stage: int, precision: str, offload: str | None, tmp_path: Path
 ) -> None:
-    zero: dict[str, Any] = {} if offload is None else {"offload_optimizer": {"device": offload}}
+    block = {"device": offload} | ({"nvme_path": str(tmp_path)} if offload == "nvme" else {})
+    zero: dict[str, Any] = {} if offload is None else {"offload_optimizer": block}
     if offload and stage == 3:
-        zero["offload_param"] = {"device": offload}
+        zero["offload_param"] = block | ({"max_in_cpu": 0} if offload == "nvme" else {})
     for found, expected, kept, num_sent, full, _ in ranks(2, _as_a_plain_model, stage, precision, zero, "copy"):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
         assert (
@@ -104,6 +106,31 @@ def test_by_unit_tokens_are_the_same(ranks: RankPool, stage: int) -> None:
     assert (num_sent > full) == (stage == 3)
     (_, _, _, _, _, by_copy), _ = ranks(2, _as_a_plain_model, stage, "fp32", {}, "copy")
     assert loss == by_copy
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+def test_by_unit_tokens_are_the_same_from_other_memory(ranks: RankPool, offload: str, tmp_path: Path) -> None:
+    block = {"device": offload} | ({"nvme_path": str(tmp_path), "max_in_cpu": 0} if offload == "nvme" else {})
+    for found, expected, _, _, _, _ in ranks(2, _as_a_plain_model, 3, "fp32", {"offload_param": block}, "unit"):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _of_other_lengths(lengths: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+    step, state = _made(3)
+    pairs = []
+    for num_new in (of_ranks[step.rank] for of_ranks in lengths):
+        with fzero.generating(step, state, by="unit") as model:
+            found = greedy(model, ids(5), num_new)
+        plain = gpt2()
+        plain.load_state_dict(step.gather(state))
+        pairs.append((found, greedy(plain, ids(5), num_new)))
+        state, _ = step(state, ids(step.rank))
+    return pairs
+
+
+def test_by_unit_ranks_may_stop_at_different_lengths(ranks: RankPool) -> None:
+    for pairs in ranks(2, _of_other_lengths, [(4, 4), (4, 9), (9, 4), (1, 3)]):
+        assert all(torch.equal(*pair) for pair in pairs)
 
 
 @pytest.mark.parametrize("stage", [1, 3])

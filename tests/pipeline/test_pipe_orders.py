@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import types
 from collections import defaultdict
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
+from fzero.deepspeed.runtime.pipe import schedule
 from fzero.pipeline import (
     B,
     F,
@@ -307,6 +309,21 @@ def test_one_f_one_b_has_the_ticks_of_upstreams_schedule() -> None:
                 assert max(2, order.in_flight[stage]) == theirs.num_pipe_buffers()
 
 
+def commands(schedule: Any) -> list[list[tuple[str, int | None]]]:
+    return [[(type(one).__name__, getattr(one, "buffer_id", None)) for one in tick] for tick in schedule]
+
+
+@pytest.mark.parametrize("name", ["TrainSchedule", "InferenceSchedule", "DataParallelSchedule"])
+def test_schedules_under_deepspeeds_names_have_its_instructions(name: str) -> None:
+    ours, theirs = (getattr(module, name) for module in (schedule, upstream_schedule()))
+    for stages, micro_batches in itertools.product(range(1, 7), range(1, 10)):
+        for stage in range(stages):
+            one, two = (make(micro_batches, stages, stage) for make in (ours, theirs))
+            assert commands(one) == commands(two)
+            assert commands(one) == commands(one), "it can be read again"
+            assert one.num_pipe_buffers() == two.num_pipe_buffers()
+
+
 def torch_orders(name: str, stages: int, micro_batches: int, per_rank: int) -> list[list[Event]]:
     """The events of one of torch's schedules, which reads only a few numbers of its stages."""
     from torch.distributed.pipelining import schedules
@@ -321,11 +338,11 @@ def torch_orders(name: str, stages: int, micro_batches: int, per_rank: int) -> l
     ]  # fmt: skip
     cls: Callable[..., Any] = getattr(schedules, name)
     is_single = name == "ScheduleGPipe"
-    schedule = cls(made[0] if is_single else made, micro_batches, loss_fn=lambda *_: None)
+    made_order = cls(made[0] if is_single else made, micro_batches, loss_fn=lambda *_: None).pipeline_order
     kinds = {"FORWARD": F, "FULL_BACKWARD": B, "BACKWARD_INPUT": I, "BACKWARD_WEIGHT": W}
     events = []
     for rank in range(stages):
-        actions = [action for action in schedule.pipeline_order[rank] if action is not None]
+        actions = [action for action in made_order[rank] if action is not None]
         flat = [part for action in actions for part in (action.sub_actions or [action])]
         events.append(
             [

@@ -20,13 +20,16 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, strategies as st
+from ranks import server
 from torch import Tensor
 
 from fzero.storage import file_store, ownership as claims
@@ -361,59 +364,71 @@ def test_limits_of_control_groups_count_up_to_the_root(line: str, files: dict[st
 
 # --- the end of a process ----------------------------------------------------------------------------------------
 
-RUN = """
-import os, sys, time
+ENDS = """
+import os, sys
 from pathlib import Path
 from fzero.storage.file_tensor import FileSpec
 from fzero.storage.file_store import FileStore
-from fzero.storage.host_memory import Pool
 
-folder, numel, is_killed = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "is killed"
+folder, numel = sys.argv[1], int(sys.argv[2])
 store = FileStore(folder, {"h.0/float32": FileSpec(numel, "float32")}, num_threads=2, block_nbytes=4096)
 child = os.fork()
-if child == 0:
-    if not is_killed:
-        sys.exit()
-    time.sleep(60)  # as a worker that outlives the process it was made by, with its files
-    os._exit(0)
-if not is_killed:
+if child:
     os.waitpid(child, 0)
     print(len(list(Path(folder).rglob("*.flat"))), "file")
-    sys.exit()
-buffer = Pool(1, 5 * numel).take()
-while True:
-    store.write("h.0/float32", 0, numel, buffer)()
-    print("written", flush=True)
 """
 
 
 @contextmanager
-def another_process(folder: Path, how: str) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [sys.executable, "-c", RUN, str(folder), str(NUMEL), how],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
-        stdout=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+def another_process(function: Callable[..., None], *args: Any) -> Iterator[tuple[Any, Connection]]:
+    """A process that calls `function(pipe, *args)`, in a session of its own, and our end of the pipe."""
+    context = server()
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_in_its_session, args=(sys.path, function, theirs, *args))
+    process.start()
+    theirs.close()
     try:
-        yield process
+        yield process, ours
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout
-        process.stdout.close()
+        process.join()
+        ours.close()
+
+
+def _in_its_session(path: list[str], function: Callable[..., None], pipe: Connection, *args: Any) -> None:
+    os.setsid()
+    sys.path[:] = path
+    pipe.send("began")
+    function(pipe, *args)
+
+
+def _write_for_ever(pipe: Connection, folder: Path) -> None:
+    """A child writes, and nobody asks how it ends."""
+    if os.fork():
+        time.sleep(100)
+    pipe.send(os.getpid())
+    store = FileStore(folder, FILES, num_threads=2, block_nbytes=4096)
+    if os.fork() == 0:
+        time.sleep(60)  # as a worker that outlives the process it was made by, with its files
+        os._exit(0)
+    buffer = Pool(1, 5 * NUMEL).take()
+    while True:
+        store.write("h.0/float32", 0, NUMEL, buffer)()
+        pipe.send("written")
 
 
 def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_path: Path) -> None:
-    with another_process(tmp_path, "is killed") as process:
-        assert process.stdout
-        while process.stdout.readline() != "written\n":
-            assert process.poll() is None
+    with another_process(_write_for_ever, tmp_path) as (_, pipe):
+        assert pipe.recv() == "began"
+        process = psutil.Process(pipe.recv())
+        assert pipe.recv() == "written"
         for leftover in ("refuse", "clean"):
             with pytest.raises(StoreError, match=rf"is in use by process {process.pid} on .*; give each run a path"):
                 FileStore(tmp_path, FILES, leftover=leftover)  # type: ignore[arg-type]
-        process.kill()  # amid a write; its child lives on, and nobody has asked yet how it ended
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        process.kill()  # amid a write; its child lives on
+        while process.status() != psutil.STATUS_ZOMBIE:
+            time.sleep(0.01)
         (tmp_path / "fzero-rank0" / "notes.txt").write_text("somebody's own")
         with pytest.raises(
             StoreError,
@@ -426,37 +441,26 @@ def test_a_killed_process_leaves_files_that_the_next_one_refuses_or_removes(tmp_
     assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "notes.txt"]
 
 
-HELD = """
-import os, signal, sys, time
-from pathlib import Path
-from fzero.storage.file_tensor import FileSpec
-from fzero.storage.file_store import FileStore
-
-folder, how, *which = sys.argv[1:]
-if how == "is killed while it claims":
-    Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-files = {"x": FileSpec(1024, "float32")}
-stores = [FileStore(folder, files, rank=int(rank), state=int(state)) for rank, state in (x.split(".") for x in which)]
-print("made", flush=True)
-time.sleep(100)
-"""
+def _hold(pipe: Connection, folder: Path, which: tuple[str, ...], dies: bool) -> None:
+    if dies:
+        Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign,assignment]
+    files = {"x": FileSpec(1024, "float32")}
+    ranks = [map(int, x.split(".")) for x in which]
+    held = [FileStore(folder, files, rank=rank, state=state) for rank, state in ranks]
+    pipe.send(len(held))
+    time.sleep(100)
 
 
 @contextmanager
-def holding(folder: Path, *which: str, how: str = "lives") -> Iterator[subprocess.Popen[str]]:
-    """Another process that has files of 4096 bytes: "2.1" are rank 2's of its state 1."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HELD, str(folder), how, *which],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout
-    with process.stdout:
-        try:
-            assert process.stdout.readline() == ("made\n" if how == "lives" else "")
-            yield process
-        finally:
-            process.kill()
-            process.wait()
+def holding(folder: Path, *which: str, dies: bool = False) -> Iterator[Any]:
+    """Another process that has files of 4096 bytes: "2.1" are rank 2's of its state 1; or one that dies while it claims them."""
+    with another_process(_hold, folder, which, dies) as (process, pipe):
+        assert pipe.recv() == "began"
+        if dies:
+            process.join(60)
+        else:
+            assert pipe.recv() == len(which)
+        yield process
 
 
 def folders(path: Path) -> list[str]:
@@ -467,7 +471,7 @@ def folders(path: Path) -> list[str]:
 def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_and_nothing_else(tmp_path: Path) -> None:
     with holding(tmp_path, "0.0", "0.1", "3.0", "3.1") as killed, holding(tmp_path, "2.0", "2.1") as living:
         killed.kill()
-        killed.wait()
+        killed.join()
         for name in ("notes.txt", "state1/fzero-rank3/notes.txt", "fzero-rank7/x.flat", "mine/fzero-rank0/x.flat"):
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / name).write_text("somebody's own")
@@ -481,7 +485,7 @@ def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_a
             ):
                 FileStore(tmp_path, FILES, rank=rank)
         FileStore(tmp_path, FILES, rank=1, leftover="clean").close()
-        assert living.poll() is None
+        assert living.is_alive()
         theirs = ["fzero-rank2", "state1/fzero-rank2"]
         assert folders(tmp_path) == sorted(
             [*theirs, "fzero-rank7", "fzero-rank8", "mine/fzero-rank0", "state1/fzero-rank3"]
@@ -512,7 +516,7 @@ def test_two_runs_with_one_path_are_told_and_harm_each_other_nowhere(tmp_path: P
 
 @pytest.mark.long
 def test_a_process_that_is_killed_while_it_claims_a_folder_keeps_nobody_away(tmp_path: Path) -> None:
-    with holding(tmp_path, "0.0", how="is killed while it claims"):
+    with holding(tmp_path, "0.0", dies=True):
         assert [path.name for path in tmp_path.rglob("*")] == ["fzero-rank0", "owner.new"]
     FileStore(tmp_path, FILES).close()
     assert not list(tmp_path.iterdir())
@@ -693,9 +697,10 @@ def test_an_owner_has_ended_only_if_that_can_be_told_here(
 
 
 def test_a_process_removes_its_files_at_its_end_and_its_children_do_not(tmp_path: Path) -> None:
-    with another_process(tmp_path, "ends") as process:
-        assert process.communicate(timeout=100)[0] == "1 file\n"
-    assert not list(tmp_path.iterdir())
+    command = [sys.executable, "-c", ENDS, str(tmp_path), str(NUMEL)]
+    path = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run(command, env=os.environ | path, capture_output=True, text=True, timeout=100, check=True)
+    assert ended.stdout == "1 file\n" and not list(tmp_path.iterdir())
 
 
 def test_a_store_is_freed_without_waiting_for_what_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

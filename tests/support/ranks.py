@@ -3,6 +3,9 @@
 `ranks(world_size, function, *args)` calls `function(*args)` on the first `world_size` of four processes, joined in a
 process group, and returns what each rank returned. The function must be importable (top level of a test module). Where a
 rank ends or hangs, the call raises, and the next one finds new processes.
+
+The first processes are copies of this one, made before any test has run, so that they need not import what it has imported.
+Later ones come from a server, for a process in which tests have run may not be copied: its threads would be missing.
 """
 
 from __future__ import annotations
@@ -20,7 +23,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from multiprocessing.context import ForkServerContext
+from typing import Any, Literal, NoReturn
 
 MOST_RANKS = 4
 TIMEOUT = timedelta(seconds=120)
@@ -37,34 +41,46 @@ class RankError(AssertionError):
         self.errors = errors
 
 
+def server() -> ForkServerContext:
+    """Starts processes that have imported torch already; arguments as of `multiprocessing`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
+    return context
+
+
 class RankPool:
-    def __init__(self) -> None:
-        self._start()
+    def __init__(self, method: Literal["fork", "forkserver"] = "forkserver") -> None:
+        self._start(method)
 
-    def _start(self) -> None:
-        from torch.distributed import TCPStore
-
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["torch._dynamo"]
-        )  # one import of torch for all ranks; `_serve` finds fzero by `path`
+    def _start(self, method: Literal["fork", "forkserver"]) -> None:
+        context: Any = server() if method == "forkserver" else multiprocessing.get_context("fork")
+        self._store: Any = None
         self._group, self._size = 0, 0  # a new process group is made for each number
-        self._processes, self._pipes = [], []
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
         for rank in range(MOST_RANKS):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, rank, self._store.port, sys.path), daemon=True)
+            self._pipes.append(ours)
+            copied = self._pipes if method == "fork" else []
+            process = context.Process(target=_serve, args=(theirs, rank, sys.path, copied), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
             self._processes.append(process)
-            self._pipes.append(ours)
+
+    def _port(self) -> int:
+        """The port of the store where ranks meet, whose thread starts with the first call."""
+        if self._store is None:
+            from torch.distributed import TCPStore
+
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         if world_size != self._size:
             self._group, self._size = self._group + 1, world_size
-        pipes = self._pipes[:world_size]
+        pipes, request = self._pipes[:world_size], (self._port(), world_size, self._group, function, args, kwargs)
         for pipe in pipes:
-            pipe.send_bytes(pickle.dumps((world_size, self._group, function, args, kwargs)))
+            pipe.send_bytes(pickle.dumps(request))
         # One rank's error makes the others fail as well, so all of them answer.
         answers: dict[Connection, tuple[Any, Exception | None, str]] = {}
         while len(answers) < world_size:
@@ -86,7 +102,7 @@ class RankPool:
         time.sleep(0.1)  # a process is gone a little after its pipe
         codes = [process.exitcode for process in self._processes]
         self.close(seconds=0.0)
-        self._start()
+        self._start("forkserver")
         raise RankError([None] * MOST_RANKS, [f"{why}; exit codes {codes}"])
 
     def close(self, seconds: float = 2.0) -> None:
@@ -98,7 +114,9 @@ class RankPool:
             process.kill()
 
 
-def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
+def _serve(pipe: Connection, rank: int, path: list[str], copied: list[Connection]) -> None:
+    for other in copied:
+        other.close()  # so that the end of the process that calls is the end of the pipe
     sys.path[:] = path
     import torch
     import torch.distributed as dist
@@ -109,13 +127,14 @@ def _serve(pipe: Connection, rank: int, port: int, path: list[str]) -> None:
     faulthandler.enable()  # a rank that is ended by a signal writes the stacks of its threads
     quarantine_check = getattr(ctypes.CDLL(None), "quarantine_check", None)  # of quarantine.c, under `make memcheck`
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    joined = 0
+    gc.freeze()  # collections need not walk through what is loaded by now
+    store, joined = None, 0
     while True:
         request = pickle.loads(pipe.recv_bytes())
         if request is None:
             break
-        world_size, group, function, args, kwargs = request
+        port, world_size, group, function, args, kwargs = request
+        store = store or dist.TCPStore("127.0.0.1", port, is_master=False)
         value, error, text = None, None, ""
         try:
             if joined != group:

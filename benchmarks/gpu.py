@@ -1,0 +1,156 @@
+"""Everything that needs a card, in one command: fzero's laws on it, its speed beside peers, and the largest model that trains.
+
+    make gpu                                    all parts, at most ten minutes on one card
+    make gpu ARGS="--parts 'stages;checkpoint'"   some of them
+    python benchmarks/gpu.py --pretended        the laws on the pretended device of the tests, on any machine
+    python benchmarks/gpu.py --tiny             every part on this machine's processor, to see that it runs
+
+It takes the Python that calls it, downloads nothing, and names the package that is missing. Each part is a process of its own
+with a time limit, so one that fails ends no other. After each part `results.json` and `report.md` are written anew, so that an
+interrupted run keeps what it has measured.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gpu_parts import CARD, LAWS, PARTS, TINY, TOTAL, Scale
+
+NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
+
+
+def machine() -> dict[str, Any]:
+    import torch
+
+    card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "card": card and f"{card.name}, {card.total_memory / 2**30:.0f} GiB",
+        "cards": torch.cuda.device_count(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+@contextmanager
+def device_of(scale: Scale, *, is_pretended: bool) -> Iterator[Scale]:
+    """Inside, the parts run on the card, on the processor, or on the pretended device."""
+    if not is_pretended:
+        yield scale
+        return
+    from pretended_cuda import PretendedCuda
+
+    with PretendedCuda():
+        yield CARD
+
+
+def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """One part in a process of its own."""
+    if name not in PARTS:
+        return {"passed": False, "error": "no part has this name"}
+    seconds = min(PARTS[name][1], options.until - time.time()) if not options.tiny else PARTS[name][1]
+    if seconds < 5:
+        return {"not_run": f"no time left of {TOTAL} s"}
+    if name == "DeepSpeed 2" and importlib.util.find_spec("deepspeed") is None:
+        return {"not_run": "deepspeed is not installed"}
+    answer = options.out / "part.json"
+    answer.unlink(missing_ok=True)
+    command = [sys.executable, __file__, "--part", name, "--out", str(options.out)]
+    command += ["--tiny"] * options.tiny + ["--pretended"] * options.pretended
+    try:
+        done = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
+    except subprocess.TimeoutExpired:
+        return {"passed": False, "error": f"took more than {seconds:.0f} s"}
+    if not answer.exists():
+        return {"passed": False, "error": (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1][:500]}
+    result: dict[str, Any] = json.loads(answer.read_text())
+    return result
+
+
+def verdict(part: dict[str, Any]) -> str:
+    """One word or line about a part."""
+    if "tokens_per_second" in part:
+        return f"{part['tokens_per_second']:.0f} tokens/s"
+    return part.get("not_run") or part.get("error") or ("passed" if part["passed"] else "failed")
+
+
+def page(results: dict[str, Any]) -> str:
+    """The results as a page in Markdown."""
+    lines = [f"# fzero on {results['machine']['card'] or 'no card'}", ""]
+    lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
+    speed = {name: part for name, part in results["parts"].items() if "tokens_per_second" in part}
+    for name, part in results["parts"].items():
+        if name not in speed:
+            lines.append(f"- **{name}**: {verdict(part)} ({part['seconds']:.0f} s)")
+            failed = (row for row in part.get("laws", ()) if not row["passed"])
+            lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
+            lines += [f"  - {row}" for row in part.get("rows", ())]
+    if not speed:
+        return "\n".join(lines) + "\n"
+    plain = speed.get("plain, compiled", {}).get("tokens_per_second")
+    names = ("tokens/s", "times plain", "model FLOP/s used", "peak MiB", "ms")
+    lines += ["", f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    for name, part in speed.items():
+        ratio = f"{part['tokens_per_second'] / plain:.2f}" if plain else ""
+        peak = "" if part["peak_mib"] is None else f"{part['peak_mib']:.0f}"
+        cells = (f"{part['tokens_per_second']:.0f}", ratio, f"{part['used']:.2f}", peak, f"{part['ms']:.1f}")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="fzero's laws and speed on a card.")
+    parser.add_argument("--parts", help=f"names, joined by ;, of: {'; '.join(PARTS)}")
+    parser.add_argument("--out", type=Path, default=Path("out/gpu"))
+    parser.add_argument("--tiny", action="store_true", help="on the processor, in seconds")
+    parser.add_argument("--pretended", action="store_true", help="the laws, on the pretended device")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    root = Path(__file__).parents[1]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"gpu: {sys.executable} must have {', '.join(missing)}; pip install {' '.join(missing)}, or set PYTHON=")
+        return 2
+    os.environ["GPU_OUT"] = str(options.out.resolve())
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    if options.part:
+        with device_of(TINY if options.tiny else CARD, is_pretended=options.pretended) as scale:
+            result = PARTS[options.part][0](scale)
+        (options.out / "part.json").write_text(json.dumps(result))
+        return 0
+    results: dict[str, Any] = {"machine": machine(), "parts": {}}
+    if not (results["machine"]["card"] or options.tiny or options.pretended):
+        print(
+            "gpu: this machine has no card that torch sees; --pretended runs the laws on the pretended device, --tiny all parts"
+        )
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    options.until = time.time() + TOTAL
+    names = options.parts.split(";") if options.parts else list(LAWS if options.pretended else PARTS)
+    for name in names:
+        start = time.time()
+        part = run_part(name, options)
+        results["parts"][name] = part | {"seconds": time.time() - start}
+        (options.out / "results.json").write_text(json.dumps(results, indent=1))
+        (options.out / "report.md").write_text(page(results))
+        rate = f"{part['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in part else ""
+        print(
+            f"{name}: {rate or part.get('not_run') or part.get('error') or ('passed' if part['passed'] else 'failed')}",
+            flush=True,
+        )
+    print((options.out / "report.md").read_text())
+    return int(any(part.get("passed") is False for part in results["parts"].values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""`Pipeline`: the argument `pipeline=` of `make_train_step`; it makes the runtime of one stage.
+
+A stage is a coordinate of the mesh axis "pipe". Its runtime is that of an ordinary step: the model is this rank's layers
+(`StageLayers`), and the ranks are those along "data" inside the coordinate. So ZeRO, precision, offload and units are those of
+any step. Two things are a pipeline's own: the program (`fzero.pipeline.execution`) and the agreements of the stages
+(`fzero.pipeline.stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from fzero.comms import collectives
+from fzero.comms.axes import DATA, AbstractAxis, Bound
+from fzero.comms.process_group import along
+from fzero.comms.records import Label
+from fzero.config.config import ConfigError
+from fzero.pipeline.execution import PipelineProgram
+from fzero.pipeline.layers import StageLayers
+from fzero.pipeline.messages import Mailbox
+from fzero.pipeline.module import PipelineModule
+from fzero.pipeline.order_check import plan_order
+from fzero.pipeline.orders import Order, PipeOrder, with_transfers
+from fzero.pipeline.stages import Stages, Tie, order_of
+from fzero.plans.param_groups import group_of
+from fzero.plans.plan import FlatParamPlan
+from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.step_spec import StepSpec, check_same
+from sharding import Mesh
+
+PIPE = "pipe"
+"""The mesh axis of the stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """How a pipeline runs.
+
+    Attributes:
+        order: in which order each stage runs the forwards and backwards of its micro-batches: a function of the numbers of stages
+            and micro-batches (`fzero.pipeline.orders`), or its name.
+        partition: how layers are divided among chunks: a method, bounds or costs (see `PipelineModule`). None takes the module's.
+    """
+
+    order: Order | str = "1f1b"
+    partition: str | Sequence[Any] | None = field(default=None)
+
+    @classmethod
+    def of(cls, given: Any) -> Pipeline:
+        """The value of `pipeline=`: a `Pipeline`, or an order.
+
+        >>> Pipeline.of("gpipe")
+        Pipeline(order='gpipe', partition=None)
+        """
+        if isinstance(given, Pipeline):
+            return given
+        if not isinstance(given, str) and not callable(given):
+            raise ValueError(
+                f"pipeline: must be an order (a function of stages and micro-batches, or its name) or a Pipeline, got {given!r}; "
+                f'pass "1f1b", say'
+            )
+        return cls(given)
+
+    def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
+        """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
+
+        Raises:
+            ConfigError, ValueError: the step cannot be a pipeline.
+            OrderError: the order is wrong.
+            MismatchError: on every rank, when ranks differ.
+        """
+        mesh = _checked_mesh(world)
+        _check_recipe(recipe, mesh)
+        num_stages, num_data = mesh.axis_size(PIPE), mesh.axis_size(DATA)
+        num_micro_batches = recipe.cfg.batch_sizes(num_data).num_micro_steps
+        order = plan_order(self.order, num_stages, num_micro_batches)
+        model = _module_of(recipe.model, num_stages)
+        bounds = tuple(model.partition(order.num_chunks, self.partition))
+        axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
+        chunks = order.chunks_of(axis.rank)
+        layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
+        own = replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+        run = StepRuntime.make(own, inner)
+        if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
+            return run
+        arguments = {
+            "order": str(order), "layers": ", ".join(map(_name_of, model.specs)), "bounds": str(bounds), "mesh": str(mesh)
+        }  # fmt: skip
+        check_same(world, {"configuration": recipe.fingerprint_of_config, "pipeline": arguments})
+        _check_groups(recipe, layers, axis)
+        program = PipelineProgram(
+            layers, bounds, order, evaluation=partial(_forwards, order),
+            loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(axis, run.device),
+        )  # fmt: skip
+        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, axis), recipe=own)
+
+
+# --- the agreements of the stages ------------------------------------------------------------------------------------
+
+
+def _stages(
+    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, axis: Bound
+) -> Stages:
+    """*Collective* of the stages: sends the names of their parameters."""
+    first = {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
+
+    def layer_of(buffer: FlatParamPlan) -> int:
+        unit = _module_in(buffer.layout.names[0])
+        return first[unit] if unit in first else int(unit)
+
+    measured = [(layer_of(b), b.key) for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
+    names = list(run.stored_names)
+    every = collectives.exchange((measured, names), axis, label=Label("compare"))
+    ties = []
+    for key, tied in model.tied.items():
+        holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
+        keys = tuple(b.key for b in run.plan.flat_buffers if _module_in(b.layout.names[0]) == f"tied_modules.{key}")
+        if len(holders) > 1 and axis.rank in holders:
+            ties.append(Tie(f"tied_modules.{key}", keys, holders))
+    mesh = _checked_mesh(world)
+    members = [f"pipeline stage {mesh.coordinate(rank)[PIPE]} (rank {rank})" for rank in range(world.size)]
+
+    def place(name: str) -> int:
+        unit = _module_in(name)
+        return first[unit] if unit in first else int(unit)
+
+    in_order = sorted(dict.fromkeys(name for _, own in every for name in own), key=place)
+    buffers = tuple(order_of([own for own, _ in every]))
+    return Stages(
+        world=world, axis=axis, members=tuple(members), buffers=buffers, most=max(len(own) for own, _ in every),
+        ties=tuple(ties), names=tuple(in_order),
+    )  # fmt: skip
+
+
+def _module_in(name: str) -> str:
+    """The layer or tied module of a parameter: "3" or "tied_modules.embed".
+
+    >>> _module_in("3.norm.weight"), _module_in("tied_modules.embed.weight")
+    ('3', 'tied_modules.embed')
+    """
+    first, _, rest = name.partition(".")
+    return f"{first}.{rest.partition('.')[0]}" if first == "tied_modules" else first
+
+
+def _units(layers: StageLayers) -> list[str]:
+    """One unit for each layer with parameters."""
+    return list(dict.fromkeys(_module_in(name) for name, _ in layers.named_parameters()))
+
+
+def _chunk(bounds: Sequence[int], layer: int) -> int:
+    return next(chunk for chunk in range(len(bounds) - 1) if bounds[chunk] <= layer < bounds[chunk + 1])
+
+
+def _blocks(model: PipelineModule, layers: StageLayers, start: int, stop: int) -> Sequence[tuple[int, int, bool]]:
+    calls = [call for _, call in layers.calls(start, stop)]
+    blocks: Sequence[tuple[int, int, bool]] = model.checkpoint_ranges(start, stop, calls)
+    return blocks
+
+
+def _forwards(order: PipeOrder, micro_batches: int) -> PipeOrder:
+    """The forwards of an order alone, for any number of micro-batches."""
+    one = [[event for event in order.events[stage] if event.kind == "forward"] for stage in range(order.stages)]
+    chunks = [list(dict.fromkeys(event.chunk for event in own)) for own in one]
+    events = [
+        [one[stage][0]._replace(micro_batch=i, chunk=chunk) for i in range(micro_batches) for chunk in own]
+        for stage, own in enumerate(chunks)
+    ]
+    transfers = with_transfers("forwards", events, order.stage_of)
+    return PipeOrder("forwards", micro_batches, order.stage_of, transfers, (0,) * order.stages)
+
+
+# --- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _checked_mesh(world: Bound | AbstractAxis) -> Mesh:
+    mesh = world.mesh
+    if mesh is None or PIPE not in mesh.names or DATA not in mesh.names or len(mesh.names) > 2:
+        raise ValueError(
+            f"mesh: a pipeline needs a mesh of the axes 'pipe' and 'data', in this order, got {mesh}; pass "
+            f"mesh=Mesh.of(pipe=2, data=2), say"
+        )
+    if mesh.size != world.size:
+        raise ValueError(
+            f"mesh: its axes must hold all {world.size} ranks of the job, got pipe {mesh.axis_size(PIPE)} × data "
+            f"{mesh.axis_size(DATA)} = {mesh.size}; the number of stages must divide the ranks"
+        )
+    return mesh
+
+
+def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
+    """Raises where the arguments of a step do not fit a pipeline."""
+    cfg, num_micro_batches = recipe.cfg, recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
+    stage, m = cfg.zero_optimization.stage, num_micro_batches
+    if stage == 2:
+        raise ConfigError(
+            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
+            f"gradients of a stage, {m} reductions in place of one; set stage to 1"
+        )
+    if stage == 3:
+        raise ConfigError(
+            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; each of its {m} micro-batches would gather the "
+            f"parameters of a stage twice and reduce its gradients, {3 * m} transfers in place of 3; set stage to 1 (the "
+            f"parameters are divided among the stages)"
+        )
+    refused = {
+        "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
+    }  # fmt: skip
+    fixes = {
+        "compile": "leave it out", "units": "leave it out: each layer is a unit", "order": "leave it out",
+        "checkpoint": "pass PipelineModule(activation_checkpoint_interval=…)",
+    }  # fmt: skip
+    for name, value in refused.items():
+        if value is not None:
+            raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
+    if cfg.compression_training.compresses:
+        raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
+    if cfg.precision.stochastic_rounding:
+        raise ConfigError(
+            "stochastic rounding: must be off with a pipeline, whose stages would draw the same numbers, got it on"
+        )
+    offloads = (cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param)
+    if any(block is not None and block.device == "nvme" for block in offloads):
+        raise ConfigError(
+            "zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' with a pipeline, got 'nvme'; keep the state in "
+            "host memory"
+        )
+    if recipe.device.type != "cpu":
+        raise ValueError(
+            f"pipeline: stages must be on the CPU (gloo) as yet, got a model on {recipe.device}; NCCL pairs sends and receives "
+            f"by their order on one stream, which an order of micro-batches does not keep"
+        )
+
+
+def _module_of(model: nn.Module, num_stages: int) -> PipelineModule:
+    """The description of a model."""
+    found = PipelineModule.of(model)  # type: ignore[arg-type]  # which it checks
+    if found is model and found.num_stages != num_stages:
+        raise ValueError(
+            f"mesh: its axis 'pipe' must have the {found.num_stages} stages of the PipelineModule, got {num_stages}; give both "
+            f"the same number"
+        )
+    loss_fn = found.loss_fn
+    if isinstance(loss_fn, nn.Module) and next(loss_fn.parameters(), None) is not None:
+        raise ValueError(
+            f"loss_fn: must have no parameters, got {type(loss_fn).__name__} with some; make it the last layer, and leave "
+            f"loss_fn out"
+        )
+    return found
+
+
+def _check_groups(recipe: StepSpec, layers: StageLayers, axis: Bound) -> None:
+    """Raises on every rank if a parameter group takes no parameter of any stage. *Collective* of the stages."""
+    groups = recipe.param_groups
+    own = [any(group_of(n, p, [group]) for n, p in layers.named_parameters()) for group in groups]
+    every = collectives.exchange(own, axis, label=Label("compare")) if groups else []
+    for index, taken in enumerate(zip(*every)):
+        if not any(taken):
+            raise ConfigError(
+                f"param_groups[{index}].params: must take a parameter of the model and takes none on any stage, got "
+                f"{groups[index]['params']!r}; names look like 3.weight"
+            )
+
+
+def _name_of(layer: Any) -> str:
+    return (
+        repr(layer)
+        if not callable(layer) or isinstance(layer, nn.Module)
+        else getattr(layer, "__name__", type(layer).__name__)
+    )

@@ -1,0 +1,284 @@
+"""`Stages`: the ranks of the other pipeline stages, with which a stage begins and ends a step.
+
+Everything of ZeRO happens inside a stage, along the mesh axis "data". The stages together agree on the micro-batches at the
+start of a step; and at its end on the loss, on the norm and on overflow. So all of them make the same decision.
+
+Shape letters: A micro-steps, W ranks along "data", F shards, B flat buffers, p stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fzero.comms import collectives
+from fzero.comms.axes import Bound, CollectiveError
+from fzero.comms.records import Label
+from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.step_spec import MismatchError, check_same
+from fzero.state import TrainState
+from fzero.storage.file_tensor import FileTensor
+from fzero.storage.shard_io import own_shard
+
+State = TrainState[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """The stages that hold a copy of a tied layer.
+
+    Attributes:
+        unit: its name, `tied_modules.<key>`.
+        keys: its flat buffers.
+        holders: the stages, from the lowest.
+    """
+
+    unit: str
+    keys: tuple[str, ...]
+    holders: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """One rank among the stages of its pipeline.
+
+    Attributes:
+        world: all ranks of the job.
+        axis: the ranks with the same place in the other axes, one for each stage.
+        members: each rank with its stage, in words.
+        buffers: the flat buffers that have a part in the norm: (stage, place among its stage's), in the order of the layers; a
+            tied one is named for its lowest stage.
+        most: the most such buffers of one stage.
+        ties: the tied layers of this stage.
+        names: the names of all parameters and buffers of the model in the order of the layers.
+    """
+
+    world: Bound
+    axis: Bound
+    members: tuple[str, ...]
+    buffers: tuple[tuple[int, int], ...]
+    most: int
+    ties: tuple[Tie, ...]
+    names: tuple[str, ...]
+
+    @property
+    def stage(self) -> int:
+        return self.axis.rank
+
+    @property
+    def num_stages(self) -> int:
+        return self.axis.size
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.num_stages - 1
+
+    # --- at the start of a step -----------------------------------------------------------------------------------
+
+    def micro_batches(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers."""
+        return self.agreed(state, batch, lambda given: list(run.batches.split(given)))
+
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
+        """The mean loss of one (inputs, labels), or of as many micro-batches as a step takes from an iterator."""
+        program: Any = run.runs
+        split = run.batches.split
+        micro_batches = self.agreed(state, batch, lambda one: list(split(one)) if isinstance(one, Iterator) else [one])
+        loss: Tensor = program.evaluate(run, state, micro_batches)
+        return loss
+
+    def first_state(self, run: StepRuntime, state: State) -> State:
+        """The first state with equal copies of tied layers. *Collective* of the stages."""
+        self.make_ties_equal(run.plan, state)
+        return state
+
+    def agreed(self, state: State, batch: Any, split: Callable[[Any], list[Any]]) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers.
+
+        Raises:
+            ValueError: on every rank, where one has no batch, fewer micro-batches than the others, or no (inputs, labels).
+        """
+        collectives.next_step(self.world)
+        error: Exception | None = None
+        found: list[Any] = []
+        if self.is_first or self.is_last:
+            try:
+                found = split(batch)
+                for one in found:
+                    _check_pair(one)
+            except Exception as raised:  # all ranks must be told, whatever it is
+                error = raised
+        count = len(found) if self.is_first or self.is_last else -1
+        row = torch.tensor([float(error is not None), float(state.step), count], dtype=torch.float64)
+        rows = collectives.stack(row, self.world, label=Label("agree", "on the batches of all stages"))
+        if rows[:, 0].any():
+            texts = collectives.exchange(None if error is None else str(error), self.world, label=Label("agree"))
+            if error is not None:
+                raise error
+            rank = next(rank for rank, text in enumerate(texts) if text is not None)
+            raise ValueError(f"{self.members[rank]} has no batch for this step, so no stage runs it: {texts[rank]}")
+        if (rows[:, 1] != rows[0, 1]).any():
+            raise MismatchError(
+                f"state: must be of the same step on all stages, got steps {[int(n) for n in rows[:, 1]]} by rank; load the same "
+                f"checkpoint on all ranks"
+            )
+        counts = {int(number) for number in rows[:, 2] if number >= 0}
+        if len(counts) > 1:
+            raise ValueError(
+                f"batch: must have as many micro-batches on all ranks of the first and the last stage, got "
+                f"{[int(n) for n in rows[:, 2]]} by rank (-1: reads none); give all ranks iterators of one length"
+            )
+        return found or [None] * counts.pop()
+
+    # --- at the end -----------------------------------------------------------------------------------------------
+
+    def loss_stats(self, run: StepRuntime, stats_AW: Tensor) -> Tensor:
+        """The last stage's rows of the losses, on all stages. *Collective* of the stages.
+
+        Raises:
+            MismatchError: the stages have other hyper-parameters.
+        """
+        by_stage = collectives.stack(stats_AW, self.axis, label=Label("loss_stats", phase="boundary"))
+        if not (by_stage[..., 3] == by_stage[0, 0, 0, 3]).all():
+            check_same(self.axis, run.learned.hyper.named(), fix="compute it from what is the same on all ranks")
+            raise MismatchError("hyper-parameters: must be the same on all stages, and differ; compute them alike")
+        return by_stage[-1]
+
+    def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[Tensor]]:
+        """The contributions of all stages' flat buffers to the norm, in the order of the layers. *Collective* of the stages.
+
+        Args:
+            parts_FB: those of this stage's, for each shard that this rank has.
+        """
+        padded = torch.zeros((len(parts_FB), self.most), dtype=torch.float64, device=device)
+        for row, parts in zip(padded, parts_FB, strict=True):
+            if len(parts):
+                row[: len(parts)] = torch.stack(list(parts))
+        by_stage = collectives.stack(padded, self.axis, label=Label("norm", "of all stages", "update"))
+        return [[by_stage[stage, f, place] for stage, place in self.buffers] for f in range(len(parts_FB))]
+
+    def first_name(self, name: str | None) -> str | None:
+        """The first of all stages' parameters, in the order of the layers. *Collective* of the stages."""
+        found = [one for one in collectives.exchange(name, self.axis, label=Label("overflow")) if one is not None]
+        return min(found, key=self.names.index, default=None)
+
+    def sum_ties(self, plan: Plan, grads: Mapping[str, Any], shard: int) -> None:
+        """Adds the gradients of tied layers over the stages that hold a copy, in the order of the stages.
+
+        *Collective* of these stages: each sends its part of the gradient to every other.
+        """
+        buffers = {b.key: b for b in plan.flat_buffers}
+        for key in (key for tie in self.ties for key in tie.keys if buffers[key].trainable):
+            holders = next(tie.holders for tie in self.ties if key in tie.keys)
+            own = _kept(grads[key], buffers[key], shard)
+            parts = self._exchanged(own, holders, Label("stages", f"gradient of tied {key}", "backward"))
+            total = parts[0].clone()
+            for part in parts[1:]:
+                total += part
+            own.copy_(total)
+
+    def make_ties_equal(self, plan: Plan, state: State) -> None:
+        """Gives every copy of a tied layer the values of the lowest stage that holds one. *Collective* of these stages."""
+        for tie in self.ties:
+            for key in tie.keys:
+                for kind in (state.params, state.master):
+                    if key in kind:
+                        home = kind[key]
+                        if isinstance(home, FileTensor):
+                            raise _in_file(key)
+                        home.copy_(self._exchanged(home, tie.holders, Label("init", f"tied {key}"))[0])
+
+    def _exchanged(self, x: Tensor, holders: Sequence[int], label: Label) -> list[Tensor]:
+        """The tensors of these stages, in order."""
+        x = x.contiguous()
+        found = {stage: x if stage == self.stage else torch.empty_like(x) for stage in holders}
+        others = [stage for stage in holders if stage != self.stage]
+        pending = [collectives.start_receive(found[stage], stage, self.axis, label=label) for stage in others]
+        pending += [collectives.start_send(x, stage, self.axis, label=label) for stage in others]
+        for one in pending:
+            one.end()
+        return list(found.values())
+
+    # --- the whole model --------------------------------------------------------------------------------------------
+
+    def all_of(self, own: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+        """The tensors of all stages by name, in the order of the layers. *Collective* of the stages, which send all of theirs.
+
+        Args:
+            keep: whether this rank wants them; others get `{}`.
+        """
+        forms = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in own.items()}
+        found: dict[str, Tensor] = {}
+        sent: set[str] = set()  # copies of tied layers are equal: the lowest stage sends them
+        for stage, theirs in enumerate(collectives.exchange(forms, self.axis, label=Label("gather"))):
+            for name, (shape, dtype) in theirs.items():
+                if name in sent:
+                    continue
+                sent.add(name)
+                x = own[name].contiguous() if stage == self.stage else torch.empty(shape, dtype=getattr(torch, dtype))
+                collectives.broadcast(x, self.axis, source=stage, label=Label("gather", name))
+                if keep:
+                    found[name] = x
+        return dict(sorted(found.items(), key=lambda item: self.names.index(item[0])))
+
+    def stores(self, tensor: str) -> bool:
+        """Whether this stage stores a tensor of the state in checkpoints.
+
+        The lowest stage that holds a tied layer stores it, and the first stage the tensors of each rank along "data".
+        """
+        if tensor.startswith(("state.rng", "state.hook_states")):
+            return self.is_first
+        copies = [tie.unit for tie in self.ties if tie.holders[0] != self.stage]
+        return not any(f"{unit}{end}" in tensor for unit in copies for end in "./")
+
+    def explained(self, error: CollectiveError) -> CollectiveError:
+        """The error with the stages of the ranks."""
+        return CollectiveError(f"{self.members[self.world.rank]}: {error}\n  (ranks: {'; '.join(self.members)})")
+
+
+def _kept(grad: Any, buffer: FlatParamPlan, shard: int) -> Tensor:
+    """The part of a gradient that this rank has reduced."""
+    part = grad if buffer.flow.reduces_to == "full" else own_shard(grad, buffer, shard)
+    if not isinstance(part, Tensor):
+        raise _in_file(buffer.key)
+    return part
+
+
+def _in_file(key: str) -> ValueError:
+    return ValueError(
+        f"pipeline: a tied layer must be in memory, got {key!r} in files; leave its state on the device or the host"
+    )
+
+
+def _check_pair(batch: Any) -> None:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        got = f"{len(batch)} items" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise ValueError(
+            f"batch: a micro-batch of a pipeline must be (inputs, labels), got {got}; several inputs are one tuple: "
+            f"((x, mask), labels)"
+        )
+
+
+def order_of(keys: Sequence[Sequence[tuple[int, str]]]) -> Iterator[tuple[int, int]]:
+    """The flat buffers of all stages, as (stage, place), in the order of the layers; a copy of a tied one is left out.
+
+    Args:
+        keys: of each stage, its flat buffers as (number of the first layer that uses it, key).
+
+    >>> list(order_of([[(0, "tied/float32"), (1, "1/float32")], [(2, "2/float32"), (0, "tied/float32")]]))
+    [(0, 0), (0, 1), (1, 0)]
+    """
+    homes: dict[str, tuple[int, int, int]] = {}
+    for stage, own in enumerate(keys):
+        for place, (layer, key) in enumerate(own):
+            homes.setdefault(key, (layer, stage, place))
+    return ((stage, place) for _, stage, place in sorted(homes.values()))

@@ -1,0 +1,41 @@
+"""`make gpu` runs without a card as far as that goes: its laws on the pretended device, its parts on the processor."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.long
+
+
+def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, object]]]:
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--out", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    return done, json.loads((folder / "results.json").read_text())["parts"]
+
+
+def test_its_laws_hold_on_the_pretended_device(tmp_path: Path) -> None:
+    done, parts = run(tmp_path, "--pretended")
+    assert done.returncode == 0 and {name: part["passed"] for name, part in parts.items()} == {
+        "stages": True, "offload": True, "checkpoint": True,
+    }, done.stdout  # fmt: skip
+
+
+def test_contenders_and_the_largest_model_run_on_the_processor(tmp_path: Path) -> None:
+    names = ["plain, compiled", "fzero, stage 3, block", "FSDP2, compiled", "largest"]
+    done, parts = run(tmp_path, "--tiny", "--parts", ";".join(names))
+    assert done.returncode == 0 and [*parts] == names, done.stdout
+    assert all(parts[name]["tokens_per_second"] for name in names[:3])
+    assert "| FSDP2, compiled |" in (tmp_path / "report.md").read_text()
+
+
+def test_a_part_that_fails_ends_no_other_and_is_told(tmp_path: Path) -> None:
+    done, parts = run(tmp_path, "--tiny", "--parts", "DeepSpeed 3;checkpoint")
+    assert done.returncode == 1
+    assert parts["DeepSpeed 3"]["error"] == "no part has this name" and parts["checkpoint"]["passed"]
