@@ -32,6 +32,7 @@ from fzero.engine.direct_backward import DirectBackward
 from fzero.engine.facade import HasTools
 from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
+from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
@@ -183,7 +184,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
         how: dict[str, Any] = {"num_parts": num_parts or self._gas, "is_last": self.grads_are_reduced, "keeps": keeps}
-        with self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
+        known = available() if step.plan.stage == 3 else nullcontext()
+        with known, self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
             with going_back(step.runtime, window, visits, shown, **how) as after:
                 yield
             self.open_window = after[0]
@@ -298,7 +300,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         def call() -> T:
             self._is_inside = True
             try:
-                with nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
+                known = available() if step.plan.stage == 3 else nullcontext()
+                with known, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
                     return function(*inputs, **kwargs)
             finally:
                 self._is_inside = False

@@ -211,12 +211,12 @@ class HoldsModule(Accessors):
         self._is_away = False
 
     def destroy(self) -> None:
-        """Releases the state and restores the module, with the weights that this rank holds in full."""
+        """Releases the state, and restores the module with the weights that this rank holds in full; a second call is none."""
         self.zero_grad()
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         self.live.close()
-        del self.state
+        self.__dict__.pop("state", None)
         self._is_away, self._monitors = True, []
 
     # --- freezing -------------------------------------------------------------------------------------------------
