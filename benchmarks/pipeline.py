@@ -119,10 +119,9 @@ def main(options: argparse.Namespace) -> None:
     for row in map(json.loads, out.decode().splitlines()):
         m = row["micro_batches"]
         predicted = row["alone"] * (m + 1) / (2 * m)
+        over = row["fzero"] / predicted
         torchs = f"{row['torch']:7.1f}" if "torch" in row else "refuses"
-        print(
-            f"m = {m:2}       {row['alone']:11.1f}  {predicted:10.1f} {row['fzero']:7.1f} {row['fzero'] / predicted:16.2f}  {torchs}"
-        )
+        print(f"m = {m:2}       {row['alone']:11.1f}  {predicted:10.1f} {row['fzero']:7.1f} {over:16.2f}  {torchs}")
     raise SystemExit(any(process.wait() for process in ranks))
 
 
