@@ -176,7 +176,7 @@ class TokenDropping:
 
 def dropping_of(model: nn.Module) -> TokenDropping | None:
     """What `RandomLTD.wrap` has noted in a model."""
-    return vars(model).get("token_dropping") if isinstance(model, nn.Module) else None
+    return model.__dict__.get("token_dropping")
 
 
 def _arguments_of(module: nn.Module) -> list[str]:
