@@ -237,6 +237,7 @@ class ForwardBackward:
         self.status = "over"
         self.forwards.close()
         self._let_go("release")
+        self._gathers.close()
 
     def _let_go(self, request: Literal["finish", "release"]) -> None:
         """Releases the gathered buffers; `finish` waits for the reductions of a backward first."""
