@@ -233,10 +233,6 @@ class TrainStep:
         """The number of ranks that divide a batch among them; without a pipeline `world_size`."""
         return self.runtime.ranks.size
 
-    def with_runtime(self, runtime: StepRuntime) -> Self:
-        """The same step with another runtime, for an engine that changes one of its parts."""
-        return _twin(self, runtime)
-
     @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""

@@ -30,7 +30,7 @@ from fzero.engine.dataloader import ResumableLoader, check_indexed
 from fzero.engine.divided_params import check_not_foreign, moved, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
-from fzero.engine.pipeline_engine import PipelineEngine, prepared
+from fzero.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
 from fzero.runtime.activation_checkpointing import Choice
@@ -102,8 +102,9 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
+    prepare(model, keys, mpu)
     check_not_foreign(model.parameters())
-    model = _on_own_device(_prepared(model, keys, mpu), distributed_port, dist_init_required)
+    model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):
         if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
             trained = [param for param in model.parameters() if param.requires_grad]
@@ -133,18 +134,6 @@ def initialize(
     if keys.dump_state or keys.memory_breakdown:
         engine.log_line(str(step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _prepared(model: nn.Module, keys: engine_keys.EngineKeys, mpu: Any) -> nn.Module:
-    """The model; a `PipelineModule` has what the configuration's block `pipeline` says."""
-    if isinstance(model, PipelineModule):
-        if mpu is not None:
-            raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
-        return prepared(model, keys.pipeline)
-    if "pipeline" in keys.model_fields_set:
-        message = f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule"
-        warnings.warn(message, ConfigWarning, stacklevel=3)
-    return model
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:

@@ -181,9 +181,7 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if (
-                needs_grads and not self._reductions.has_come
-            ):  # an update without gradients would still apply weight decay
+            if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
             self._gathers.check_full()
