@@ -117,7 +117,7 @@ class ModelInGraph:
             self._ranks.drawing(),
             self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
         ):
-            return forward(tensors, state.buffers, batch, state.step, state.step.new_zeros(()))
+            return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
     @contextmanager
     def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
