@@ -84,7 +84,7 @@ def test_the_batch_of_all_ranks_decides(ranks: RankPool) -> None:
 
 def test_an_overflow_counts_for_curricula_and_not_for_kept_tokens() -> None:
     """DeepSpeed's `global_steps` counts skipped steps; a state's counter of updates does not."""
-    keys = settings(0) | {"bf16": {"enabled": True, "check_grad_overflow": True}}
+    keys = settings(0) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
     keys |= {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
     engine = convert_to_random_ltd(fzero.initialize(model=make(Net), config=keys)[0], Layer)
     for factor in (1.0, float("inf"), 1.0):
