@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from fzero.plans.machine_model import MachineModel
 
 T = TypeVar("T")
-AnyStep = TypeVar("AnyStep", bound="TrainStep")
 State = TrainState[Tensor]
 
 
@@ -239,7 +238,9 @@ class TrainStep:
 
     def with_runtime(self, runtime: StepRuntime) -> Self:
         """The same step with another runtime, for an engine that changes one of its parts."""
-        return _twin(self, runtime)
+        twin = copy.copy(self)
+        twin.runtime = runtime
+        return twin
 
     @property
     def program(self) -> GraphProgram | None:
@@ -442,7 +443,7 @@ class TrainStep:
         """
         run = self.runtime.following(rates, optimizers)
         is_same = optimizers is None or self.program is None  # else the graphs hold other numbers
-        return _twin(self, run if is_same else _with_program(run))
+        return self.with_runtime(run if is_same else _with_program(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
@@ -452,8 +453,8 @@ class TrainStep:
         run, program = self.runtime.observed(observe), self.program
         if run.stages is not None:
             runs = cast("Any", run.runs).observed(observe)
-            return _twin(self, replace(run, runs=runs, stages=run.stages.observed(observe)))
-        return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
+            return self.with_runtime(replace(run, runs=runs, stages=run.stages.observed(observe)))
+        return self.with_runtime(run if program is None else replace(run, runs=program.observed(observe)))
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
@@ -495,10 +496,3 @@ def _with_program(run: StepRuntime) -> StepRuntime:
         blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
         run = replace(run, blocks=blocks)
     return replace(run, runs=parts.forward_backward)
-
-
-def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:
-    """The same step with another runtime."""
-    twin = copy.copy(step)
-    twin.runtime = runtime
-    return twin

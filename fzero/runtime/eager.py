@@ -182,10 +182,8 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if (
-                needs_grads and not self._reductions.has_come
-            ):  # an update without gradients would still apply weight decay
-                raise ValueError(UNRELATED)
+            if needs_grads and not self._reductions.has_come:
+                raise ValueError(UNRELATED)  # an update without gradients would still apply weight decay
             self._leave("")
             self._gathers.check_full()
             self._events.ask("end_backward")
