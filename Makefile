@@ -6,6 +6,8 @@ TORCH  ?= 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 CORES  := $(shell getconf _NPROCESSORS_ONLN)
+# Processes that run tests; `make test WORKERS=3` measures whether more than cores use waits better.
+WORKERS ?= $(CORES)
 
 # Tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -33,10 +35,10 @@ demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: env  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
-	HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not long and not nightly" $(ARGS)
+	HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not long and not nightly" $(ARGS)
 
 test-all: $(VENV)/.clients  ## the long tests, and the property tests with more examples; the last lines compare times with budgets
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "(long or property) and not nightly" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "(long or property) and not nightly" $(ARGS)
 
 nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
 	seed=$${ZOO_SEED:-$$(date +%s)}; echo "ZOO_SEED=$$seed"; \

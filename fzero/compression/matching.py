@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added, salt_of
+from fzero.compression.added import salt_of
+from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
 from fzero.compression.techniques import Kind, Mask, Quantize, QuantizeInput, Technique
 from fzero.config.compression import CompressionTraining, Group
 from fzero.config.config import Config, ConfigError

@@ -6,19 +6,17 @@ gathered tensors and n, the number of updates so far. Nothing in the model is re
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from fzero.compression.formulas import Number
     from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
 
-__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "plan_of", "registered"]
+__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "plan_of"]
 
 
 ADDED = frozenset(
@@ -170,7 +168,11 @@ class CompressionPlan:
             like: has its dtype.
         """
         extra = next((extra for extra in self.extras if extra.name == name), None)
-        return None if extra is None else first_value(extra, self.seed, like.dtype)
+        if extra is None:
+            return None
+        from fzero.compression.added import first_value  # a step without added tensors does not load it
+
+        return first_value(extra, self.seed, like.dtype)
 
     # --- text ----------------------------------------------------------------------------------------------------
 
@@ -182,47 +184,7 @@ class CompressionPlan:
         return "\n".join(f"{what:{width}}  {how}" for what, how in rows) or "no compression"
 
 
-def registered(plan: CompressionPlan, model: nn.Module) -> None:
-    """Registers the scores, masks and ranges of a plan in the modules, unless they are there. Values are set by `init`.
-
-    Scores are ordinary parameters of their module from then on. A mask without any True stands for one to be made from the
-    weights of the first state.
-    """
-    for extra in plan.extras:
-        module = model.get_submodule(extra.module)
-        there = module._parameters.get(extra.key, module._buffers.get(extra.key))
-        if there is not None:
-            if tuple(there.shape) != extra.shape:
-                raise ValueError(
-                    f"compression_training: {extra.name!r} must have the shape {extra.shape} in this plan, got "
-                    f"{tuple(there.shape)} in the model; pass a model that another plan has not prepared"
-                )
-            continue
-        own = next(module.parameters(recurse=False))
-        value = first_value(extra, plan.seed, own.dtype if extra.kind == "scores" else torch.float32).to(own.device)
-        if extra.kind == "scores":
-            module.register_parameter(extra.key, nn.Parameter(value))
-        else:
-            module.register_buffer(extra.key, value)
-
-
 def plan_of(model: nn.Module) -> CompressionPlan | None:
     """The plan that `fzero.compression.prepare` has noted in a model; None if there is none."""
     plan = vars(model).get("compression_plan")
     return plan if isinstance(plan, CompressionPlan) else None
-
-
-def first_value(extra: Extra, seed: int, dtype: torch.dtype) -> Tensor:
-    """The first value of an added tensor, on the CPU: drawn scores, a mask that is still to be made, an empty range."""
-    if extra.kind == "mask":
-        return torch.zeros(extra.shape, dtype=torch.bool)
-    if extra.kind == "range":
-        return torch.zeros(extra.shape)
-    scores = torch.empty(extra.shape)
-    nn.init.kaiming_uniform_(scores, a=5**0.5, generator=torch.Generator().manual_seed(salt_of(seed, extra.name)))
-    return scores.to(dtype)
-
-
-def salt_of(seed: int, name: str) -> int:
-    """A number that makes the random numbers of each tensor differ from those of others."""
-    return zlib.crc32(f"{seed}/{name}".encode())

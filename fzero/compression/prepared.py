@@ -7,8 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from fzero.compression.added import registered
 from fzero.compression.matching import compression
-from fzero.compression.plan import CompressionPlan, plan_of, registered
+from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.compression.students import start_of_student
 from fzero.config.config import Config, ConfigError
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from fzero.config.fields import Block, Count, Elements, Number, Rate
-from fzero.data.schedules import Discrete, Root
+
+if TYPE_CHECKING:
+    from fzero.data.schedules import Discrete, Root
 
 _NEEDS = {
     "fixed_linear": ("total_curriculum_step", "difficulty_step"),
@@ -61,6 +63,8 @@ class Difficulty(Block):
                 raise ValueError(f"schedule_config.{key}: is required for schedule_type {kind!r}; give a value")
         if kind == "custom":
             return None
+        from fzero.data.schedules import Discrete, Root  # a configuration without schedules does not load them
+
         if numbers.difficulty is not None and numbers.max_step is not None and kind == "fixed_discrete":
             return Discrete(numbers.difficulty, numbers.max_step)
         return Root(
@@ -70,6 +74,8 @@ class Difficulty(Block):
 
     def warnings(self) -> list[str]:
         """A line where the first difficulty is not the smallest one, as in DeepSpeed."""
+        from fzero.data.schedules import Root
+
         schedule = self.schedule()
         if isinstance(schedule, Root) and (rest := schedule.minimum % schedule.multiple):
             return [
@@ -219,6 +225,8 @@ class LTDSchedule(Block):
 
     def schedule(self) -> Root:
         """r(n): the number of kept tokens after n updates."""
+        from fzero.data.schedules import Root
+
         numbers = self.schedule_config
         return Root(self.min_value, self.max_value, numbers.require_steps, numbers.seq_per_step)
 

@@ -33,12 +33,12 @@ from fzero.pipeline.seeds import Seeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
-from fzero.runtime.activation_checkpointing import Site, checkpointed, slots_of
 from fzero.runtime.autograd_nodes import Visits
 from fzero.runtime.finish import Collected
 from fzero.runtime.loss import loss_of, loss_row, mean_of
 from fzero.runtime.module_binding import random_state
 from fzero.runtime.parts import AccumulationWindow
+from fzero.runtime.recomputation import Site, checkpointed, slots_of
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 

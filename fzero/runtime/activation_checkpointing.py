@@ -1,27 +1,18 @@
-"""Activation checkpointing: modules that save only their inputs for the backward, and run their forward again in it.
+"""Activation checkpointing: the choice of modules that save only their inputs for the backward, and run again in it.
 
-1. `Checkpointing` names the modules: every n-th block of the model, or those that a function picks.
-2. While the model is bound, the `forward` of each goes through the non-reentrant `torch.utils.checkpoint`. Graph and
-   numbers are the same as without checkpointing.
-3. A `_Call` is one call of such a module. The first run uses the arguments as they were passed. Later runs use the saved
-   arguments in the same containers, with the same random state and the module buffers of the first run.
-
-The second run fetches its parameters in the backward, as the first did in the forward, and thereby enters the unit. This gather
-replaces the gather that the saved tensors would have needed.
+`Checkpointing` names the modules: every n-th block of the model, or those that a function picks. While the model is bound, the
+`forward` of each is the one of `fzero.runtime.recomputation`.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import optree
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as run_checkpointed
 
 from fzero.runtime.module_binding import replaced_forwards
 
@@ -134,6 +125,15 @@ class Checkpointing:
             aliases: the other names of tied buffers.
             moving: the names of the buffers that a forward changes; None while they are not known.
         """
+        if not self.names:
+            yield
+            return
+        from fzero.runtime.recomputation import (  # a step without such modules does not load it
+            Site,
+            checkpointed,
+            slots_of,
+        )
+
         anchor = torch.empty(0, device=device)
 
         def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
@@ -142,151 +142,3 @@ class Checkpointing:
 
         with replaced_forwards(model, self.names, replaced):
             yield
-
-
-class _Slot(NamedTuple):
-    """A module's entry for one of its buffers, and the buffer's full name."""
-
-    module: nn.Module
-    key: str
-    name: str
-
-    @property
-    def buffers(self) -> dict[str, Any]:
-        """The module's present mapping of buffers. (To bind the module again for the backward replaces the mapping.)"""
-        return self.module._buffers
-
-
-def slots_of(module: nn.Module, name: str, aliases: Mapping[str, str]) -> list[_Slot]:
-    """The buffers of a module and of those in it. `name` is the module's own."""
-    return [
-        _Slot(part, key, aliases.get(full, full))
-        for prefix, part in module.named_modules(prefix=name)
-        for key, own in part._buffers.items()
-        if own is not None
-        for full in [f"{prefix}.{key}".removeprefix(".")]
-    ]
-
-
-class Site(NamedTuple):
-    """One checkpointed module, while the model is bound."""
-
-    name: str
-    forward: Callable[..., Any]
-    slots: list[_Slot]
-    moving: frozenset[str] | None
-    moves: Moves | None
-    recomputing: Callable[[], AbstractContextManager[None]]
-    anchor: Tensor
-
-
-def checkpointed(site: Site) -> Callable[..., Any]:
-    """The forward of a module that saves only its inputs for the backward, and runs again in it."""
-
-    @functools.wraps(site.forward)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        # A transform of torch.func ends before the backward, and its wrapped tensors cannot be used in a second run.
-        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
-            return site.forward(*args, **kwargs)
-        args = tuple(_without_cache(arg, site.name) for arg in args)
-        kwargs = {key: _without_cache(arg, site.name) for key, arg in kwargs.items()}
-        call = _Call(site, args, kwargs)
-        # torch reads the device of the random state from the anchor. This works even if no argument is a tensor. Tensors are
-        # separate arguments: torch saves them as autograd does, and detects changes in place.
-        return run_checkpointed(call, site.anchor, *call.tensors, use_reentrant=False)
-
-    return forward
-
-
-def _without_cache(arg: Any, module: str) -> Any:
-    """The argument; None for an empty cache of keys and values (for generation), to which a second run would append again."""
-    if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
-        return arg
-    if arg.get_seq_length():
-        raise ValueError(
-            f"checkpoint: module {module!r} must be given an empty {type(arg).__name__} or none, because its second run would "
-            f"append to it again, got {arg.get_seq_length()} positions; pass use_cache=False"
-        )
-    return None
-
-
-class _Call:
-    """One call of a checkpointed module: the first run uses the arguments themselves, later runs the saved ones.
-
-    Containers are rebuilt for each later run, so a module may change those it is given.
-    """
-
-    __slots__ = ("_away", "_buffers", "_first", "_leaves", "_places", "_site", "_treespec", "tensors")
-
-    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._site = site
-        self._first: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
-        self._leaves, self._treespec = optree.tree_flatten((args, kwargs), none_is_leaf=True)
-        self._away: dict[int, Tensor] = {}
-        self._places: list[int] = []
-        self.tensors: list[Tensor] = []
-        for place, leaf in enumerate(self._leaves):
-            if not isinstance(leaf, Tensor):
-                continue
-            self._leaves[place] = None
-            if site.moves is not None and leaf.requires_grad:
-                self._away[place] = site.moves.away(leaf.detach()).requires_grad_()
-            else:
-                self._places.append(place)
-                self.tensors.append(leaf)
-        self._buffers = [_Found.of(slot, site.moving) for slot in site.slots]
-
-    def __call__(self, anchor: Tensor, *tensors: Tensor) -> Any:
-        if self._first is not None:
-            (args, kwargs), self._first = self._first, None
-            self.tensors = []  # torch has them
-            return self._site.forward(*args, **kwargs)
-        leaves = list(self._leaves)
-        for place, tensor in zip(self._places, tensors, strict=True):
-            leaves[place] = tensor
-        for place, tensor in self._away.items():
-            assert self._site.moves is not None
-            # Autograd records the move, so the result is no leaf: a leaf could not be changed in place.
-            leaves[place] = self._site.moves.back(tensor)
-        args, kwargs = optree.tree_unflatten(self._treespec, leaves)
-        with self._site.recomputing(), _buffers_as_found(self._buffers):
-            return self._site.forward(*args, **kwargs)
-
-
-class _Found(NamedTuple):
-    """A module buffer at the start of a call: a copy if the forward changes it, otherwise the buffer itself and its version."""
-
-    slot: _Slot
-    value: Tensor
-    version: int | None
-
-    @classmethod
-    def of(cls, slot: _Slot, moving: frozenset[str] | None) -> _Found:
-        value = slot.buffers[slot.key]
-        if value is not None and (moving is None or slot.name in moving):
-            return cls(slot, value.detach().clone().requires_grad_(value.requires_grad), None)
-        return cls(slot, value, None if value is None else value._version)
-
-    def again(self) -> Tensor:
-        """The value for another run, which may change it."""
-        if self.version is None:
-            return self.value if self.value is None else self.value.clone()
-        if self.value._version != self.version:
-            raise ValueError(
-                f"buffer {self.slot.name!r}: must change in the first forward or never where its module is checkpointed, "
-                f"changed first in a later step, and its old value is lost; change it once in the first forward"
-            )
-        return self.value
-
-
-@contextmanager
-def _buffers_as_found(found: Sequence[_Found]) -> Iterator[None]:
-    """Inside, the buffers have the values of the first run. Changes are dropped, because the first run has made them."""
-    now = [slot.buffers[slot.key] for slot, _, _ in found]
-    try:
-        for buffer in found:
-            buffer.slot.buffers[buffer.slot.key] = buffer.again()
-        yield
-    finally:
-        for buffer, value in zip(found, now, strict=True):
-            buffer.slot.buffers[buffer.slot.key] = value

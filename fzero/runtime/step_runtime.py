@@ -16,7 +16,6 @@ from fzero.common.arguments import check_callable
 from fzero.comms.axes import AbstractAxis, Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
-from fzero.compression.plan import registered
 from fzero.config.config import ConfigError
 from fzero.config.optimizers import Optimizer
 from fzero.plans.flat_params import optimizer_specs
@@ -158,7 +157,10 @@ class StepRuntime:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        registered(recipe.compress, recipe.model)
+        if recipe.compress.extras:
+            from fzero.compression.added import registered  # a step without added tensors does not load it
+
+            registered(recipe.compress, recipe.model)
         plan, cfg, device = recipe.plan(ranks.size, ranks.mesh), recipe.cfg, recipe.device
         if not isinstance(ranks, AbstractAxis):
             check_same(ranks, recipe.fingerprint(plan))

@@ -12,7 +12,7 @@ from torch import nn
 
 import fzero
 from fzero.compression import compression
-from fzero.compression.plan import registered
+from fzero.compression.added import registered
 
 STOCHASTIC = {
     "weight_quantization": technique(
