@@ -25,13 +25,17 @@ $(VENV)/.ready: pyproject.toml
 	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 
+$(VENV)/.clients: $(VENV)/.ready
+	$(BIN)/pip install --quiet --no-compile --editable '.[dev,clients]'
+	@touch $@
+
 demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: env  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes
 	HYPOTHESIS_PROFILE=short $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not long and not nightly" $(ARGS)
 
-test-all: env  ## the long tests, and the property tests with more examples; the last lines compare times with budgets
+test-all: $(VENV)/.clients  ## the long tests, and the property tests with more examples; the last lines compare times with budgets
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "(long or property) and not nightly" $(ARGS)
 
 nightly: env  ## the property tests, with ten times the examples, the zoo with a new seed, and tests too long for `make test-all`
@@ -56,7 +60,7 @@ docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows i
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
-gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--pretended" runs the laws on any machine
+gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--tiny" runs it on a processor
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:  ## remove what the commands above made

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -161,17 +161,35 @@ def make_deepspeed(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     return timed(train)
 
 
-def make_fzero(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
-    import fzero
-
-    model = GPT(size)
-    config = {
+def fzero_config(size: Size, stage: int, dtype: str) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": size.num_rows,
         "optimizer": {"type": "AdamW", "params": ADAMW},
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "bf16": {"enabled": dtype == "bf16"},
     }
+
+
+def make_engine(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
+    """fzero as DeepSpeed's scripts call it: forward, backward and step of an engine."""
+    import fzero
+
+    engine, *_ = fzero.initialize(model=GPT(size), config=fzero_config(size, stage, dtype))
+
+    def train(batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return timed(train)
+
+
+def make_fzero(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
+    import fzero
+
+    model, config = GPT(size), fzero_config(size, stage, dtype)
     train_step = fzero.make_train_step(model, config, compile=None if mode == "eager" else mode)
     state = train_step.init()
     model.to("meta")  # frees the module's own copy: the state holds the weights now
@@ -193,6 +211,7 @@ CONTENDERS: dict[
     "FSDP2": (make_fsdp2, (2, 3), "eager"),
     "DeepSpeed": (make_deepspeed, ALL, "eager"),
     "fzero": (make_fzero, ALL, "eager"),
+    "fzero engine": (make_engine, ALL, "eager"),
     "floor": (make_floor, ALL, "eager"),
 }
 COMPILED: dict[str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]] = {

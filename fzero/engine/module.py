@@ -78,7 +78,7 @@ class HoldsModule(Accessors):
         self._modules["module"] = self.__dict__["module"] = module  # both: nn.Module's own look-up is slower
         self._held = held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
-        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.rank), Flags(module)
+        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.data_rank), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
@@ -211,12 +211,12 @@ class HoldsModule(Accessors):
         self._is_away = False
 
     def destroy(self) -> None:
-        """Releases the state and restores the module, with the weights that this rank holds in full."""
+        """Releases the state, and restores the module with the weights that this rank holds in full; a second call is none."""
         self.zero_grad()
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         self.live.close()
-        del self.state
+        self.__dict__.pop("state", None)
         self._is_away, self._monitors = True, []
 
     # --- freezing -------------------------------------------------------------------------------------------------

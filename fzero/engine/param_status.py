@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 
 import torch
@@ -15,6 +17,20 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+@contextmanager
+def available() -> Iterator[None]:
+    """Inside, `ds_status` of a tensor without one is AVAILABLE: in a forward or backward of stage 3 code gets parameters with
+    their values, in tensors that are not the module's own (TRL's fused losses ask for it).
+    """
+    is_outermost = not hasattr(Tensor, "ds_status")
+    Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        if is_outermost:
+            del Tensor.ds_status  # type: ignore[attr-defined]
 
 
 _SET = ("ds_id", "ds_status", "ds_numel", "ds_shape", "ds_persist", "ds_tensor")

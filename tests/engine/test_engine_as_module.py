@@ -108,6 +108,39 @@ def test_parameters_of_stage_3_are_empty_outside_a_gather(ranks: RankPool) -> No
         assert torch.equal(torch.cat([first[name], second[name]]), weights[name].flatten())
 
 
+class Asks(torch.autograd.Function):
+    """A fused loss that asks whether its weight is there, as TRL's do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        assert weight.ds_status == ZeroParamStatus.AVAILABLE and weight.shape == (3, WIDTH)
+        return grad @ weight, grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+
+class Fused(Net):
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {**super().forward(x), "logits": Asks.apply(x, self.head.weight)}
+
+
+def _fuses() -> bool:
+    engine = made(3, model=Fused)
+    x, y = mine(engine, data(0))
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+    return hasattr(torch.Tensor, "ds_status")
+
+
+def test_a_fused_loss_finds_its_weight_available(ranks: RankPool) -> None:
+    assert ranks(2, _fuses) == [False, False]
+
+
 def _refuses() -> list[str]:
     engine = made(3)
     param = engine.module.head.weight
