@@ -60,7 +60,7 @@ docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows i
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
-gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--pretended" runs the laws on any machine
+gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--tiny" runs it on a processor
 	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:  ## remove what the commands above made

@@ -2,7 +2,6 @@
 
     make gpu                                    all parts, at most ten minutes on one card
     make gpu ARGS="--parts 'stages;checkpoint'"   some of them
-    python benchmarks/gpu.py --pretended        the laws on the pretended device of the tests, on any machine
     python benchmarks/gpu.py --tiny             every part on this machine's processor, to see that it runs
 
 It takes the Python that calls it, downloads nothing, and names the package that is missing. Each part is a process of its own
@@ -18,12 +17,10 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import CARD, LAWS, PARTS, TINY, TOTAL, Scale
+from gpu_parts import CARD, PARTS, TINY, TOTAL
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
 
@@ -41,18 +38,6 @@ def machine() -> dict[str, Any]:
     }
 
 
-@contextmanager
-def device_of(scale: Scale, *, is_pretended: bool) -> Iterator[Scale]:
-    """Inside, the parts run on the card, on the processor, or on the pretended device."""
-    if not is_pretended:
-        yield scale
-        return
-    from pretended_cuda import PretendedCuda
-
-    with PretendedCuda():
-        yield CARD
-
-
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One part in a process of its own."""
     if name not in PARTS:
@@ -65,7 +50,7 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     answer = options.out / "part.json"
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--part", name, "--out", str(options.out)]
-    command += ["--tiny"] * options.tiny + ["--pretended"] * options.pretended
+    command += ["--tiny"] * options.tiny
     try:
         done = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
@@ -112,11 +97,10 @@ def main() -> int:
     parser.add_argument("--parts", help=f"names, joined by ;, of: {'; '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--tiny", action="store_true", help="on the processor, in seconds")
-    parser.add_argument("--pretended", action="store_true", help="the laws, on the pretended device")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args()
     root = Path(__file__).parents[1]
-    sys.path[:0] = [str(root), str(root / "tests" / "support")]
+    sys.path.insert(0, str(root))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"gpu: {sys.executable} must have {', '.join(missing)}; pip install {' '.join(missing)}, or set PYTHON=")
@@ -124,19 +108,18 @@ def main() -> int:
     os.environ["GPU_OUT"] = str(options.out.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     if options.part:
-        with device_of(TINY if options.tiny else CARD, is_pretended=options.pretended) as scale:
-            result = PARTS[options.part][0](scale)
+        result = PARTS[options.part][0](TINY if options.tiny else CARD)
         (options.out / "part.json").write_text(json.dumps(result))
         return 0
     results: dict[str, Any] = {"machine": machine(), "parts": {}}
-    if not (results["machine"]["card"] or options.tiny or options.pretended):
+    if not (results["machine"]["card"] or options.tiny):
         print(
             "gpu: this machine has no card that torch sees; --pretended runs the laws on the pretended device, --tiny all parts"
         )
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     options.until = time.time() + TOTAL
-    names = options.parts.split(";") if options.parts else list(LAWS if options.pretended else PARTS)
+    names = options.parts.split(";") if options.parts else list(PARTS)
     for name in names:
         start = time.time()
         part = run_part(name, options)

@@ -228,6 +228,20 @@ class TrainStep:
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
+    def data_rank(self) -> int:
+        """The number of this rank among those of its stage of a pipeline; without one, `rank`."""
+        return self.runtime.ranks.rank
+
+    @property
+    def data_world_size(self) -> int:
+        """The number of ranks that divide a batch among them; without a pipeline `world_size`."""
+        return self.runtime.ranks.size
+
+    def with_runtime(self, runtime: StepRuntime) -> Self:
+        """The same step with another runtime, for an engine that changes one of its parts."""
+        return _twin(self, runtime)
+
+    @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
         is_eager = self.runtime.runs is parts.forward_backward or self.runtime.stages is not None
@@ -436,6 +450,9 @@ class TrainStep:
         It learns its order of collectives by itself. Each rank may call it or not.
         """
         run, program = self.runtime.observed(observe), self.program
+        if run.stages is not None:
+            runs = cast("Any", run.runs).observed(observe)
+            return _twin(self, replace(run, runs=runs, stages=run.stages.observed(observe)))
         return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
 
     def trace(self, batch: Any) -> list[Captured]:

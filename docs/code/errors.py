@@ -67,13 +67,26 @@ def name_of(part: ast.expr) -> str:
 
 def page(introduction: str) -> str:
     """The page: the introduction, and the messages by room, in the order of their first words."""
-    lines, found = [introduction.rstrip(), ""], sorted({*messages()}, key=lambda m: (m.heading, m.rule.lower(), m.kind))
+    lines, found = (
+        [introduction.rstrip(), ""],
+        sorted({*messages()}, key=lambda m: (m.heading, owner_of(m).lower(), owner_of(m), m.rule, m.kind)),
+    )
     for heading in sorted({message.heading for message in found}):
-        lines += ["", f"## {heading}", ""]
+        lines += ["", f"## {heading}"]
+        owner = ""
         for message in (message for message in found if message.heading == heading):
+            if owner_of(message) != owner:
+                owner = owner_of(message)
+                lines += ["", f"### {cell(owner)}", ""]
             fix = f"<br>**Fix:** {cell(message.fix)}." if message.fix else ""
             lines.append(f"- {cell(message.rule)} (`{message.kind}`){fix}")
     return "\n".join([*lines, ""])
+
+
+def owner_of(message: Message) -> str:
+    """The call or the key that the message begins with; "other" where what is filled in begins it."""
+    owner = message.rule.partition(":")[0]
+    return owner if ":" in message.rule and len(owner.split()) <= 2 and "‹" not in owner else "other"
 
 
 def cell(text: str) -> str:

@@ -23,36 +23,30 @@ import errors
 
 ROOT = Path(__file__).parents[2]
 
-PACKAGES = {
-    "fzero": "the names of a training script",
-    "fzero.checkpoint": "save, load, export; DeepSpeed's checkpoints",
-    "fzero.optim": "optimizers as transforms, precision, the loss scale",
-    "fzero.comms": "axes of ranks, collectives, comm hooks",
-    "fzero.estimation": "memory, bytes and seconds before a run",
-    "fzero.profiling": "the traffic and time of a step",
-    "fzero.resharding": "plans of a change of stage, world size or layout",
-    "fzero.generation": "generation between updates",
-    "fzero.testing": "laws for your own parts",
-    "fzero.compression": "quantization, pruning, layer reduction",
-    "fzero.attention": "block-sparse attention",
-    "fzero.integrations.transformers": "transformers' Trainer",
-    "fzero.config": "the configuration as a value",
-    "fzero.plans": "the plan of a step",
-    "fzero.storage": "state in files and host memory",
-    "fzero.runtime": "the eager step",
-    "fzero.graph": "the captured step",
-    "sharding": "specs, layouts and partitions, without PyTorch",
-    "sharding.testing": "hypothesis strategies",
-}
-"""The packages whose public names have pages, in the order of the menu. `tests/docs` holds this list to the code."""
+FIRST = (
+    "fzero", "fzero.checkpoint", "fzero.optim", "fzero.comms", "fzero.estimation", "fzero.profiling", "fzero.resharding",
+    "fzero.generation", "fzero.testing", "fzero.compression", "fzero.attention", "fzero.integrations.transformers",
+    "fzero.config", "fzero.plans", "fzero.storage", "fzero.runtime", "fzero.graph", "sharding", "sharding.testing",
+)  # fmt: skip
+"""The packages whose public names have pages, in the order of the menu; new rooms with public names come after them."""
+
+INTERNAL = {"fzero.common"}
+"""Rooms whose public names are for other rooms only."""
 
 LINK = re.compile(r"(?<!!)\]\(((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?)\)")
+
+
+def packages() -> list[str]:
+    """`FIRST`, and every other room that calls `door`."""
+    rooms = [path.parent for path in sorted(ROOT.glob("fzero/*/__init__.py")) if " = door(" in path.read_text()]
+    names = [".".join(room.relative_to(ROOT).parts) for room in rooms]
+    return [*FIRST, *(name for name in names if name not in FIRST and name not in INTERNAL)]
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """The menu's part "API" has an entry for each package."""
     entries: list[Any] = [{"Public names": "api/index.md"}]
-    for package in PACKAGES:
+    for package in packages():
         pages = [f"api/{package}/index.md", *(f"api/{package}/{name}.md" for name in own_names(package))]
         entries.append({package: pages})
     config.nav = [*(config.nav or []), {"API": entries}]
@@ -103,7 +97,7 @@ def source_page(path: str) -> str:
 def source_text(path: str) -> str:
     language = {".py": "python", ".json": "json", ".md": "markdown"}.get(Path(path).suffix, "text")
     text = (ROOT / path).read_text()
-    return f"# {path}\n\n``````{language}\n{text.rstrip()}\n``````\n"
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n``````{language}\n{text.rstrip()}\n``````\n"
 
 
 def public_names(package: str) -> dict[str, str]:
@@ -152,9 +146,7 @@ def resolved(path: str) -> str:
 
 def own_names(package: str) -> dict[str, str]:
     """The names whose page is this package's: of a definition that several packages offer, the first has the page."""
-    before = {
-        path for earlier in list(PACKAGES)[: list(PACKAGES).index(package)] for path in public_names(earlier).values()
-    }
+    before = {path for earlier in packages()[: packages().index(package)] for path in public_names(earlier).values()}
     return {name: path for name, path in public_names(package).items() if path not in before}
 
 
@@ -170,9 +162,10 @@ def api_pages() -> dict[str, str]:
         "| package | holds | names |",
         "| --- | --- | ---: |",
     ]
-    for package, holds in PACKAGES.items():
+    for package in packages():
         names = public_names(package)
-        overview.append(f"| [{package}]({package}/index.md) | {holds} | {len(names)} |")
+        about = (ast.get_docstring(ast.parse(source_of(package))) or "").split("\n\n")[0].replace("\n", " ")
+        overview.append(f"| [{package}]({package}/index.md) | {about} | {len(names)} |")
         for name, path in names.items():
             if path not in homes:
                 homes[path] = f"{package}/{name}.md"
@@ -180,7 +173,6 @@ def api_pages() -> dict[str, str]:
                     f"---\ntitle: {name}\n---\n\n::: {path}\n    options:\n      heading: {package}.{name}\n"
                 )
         rows = [f"- [`{name}`](../{homes[path]}): {summary(path)}" for name, path in names.items()]
-        about = (ast.get_docstring(ast.parse(source_of(package))) or "").split("\n\n")[0]
         pages[f"api/{package}/index.md"] = "\n".join([f"# {package}", "", about, "", *rows, ""])
     pages["api/index.md"] = "\n".join([*overview, ""])
     return pages

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -25,7 +25,7 @@ from fzero import CheckpointError, ConfigWarning, make_train_step
 from fzero.common.flags import Parser
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
-from fzero.estimation import Answers, compare_plans, fit
+from fzero.estimation import Answers, compare_plans, fit, plan_pipeline
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
@@ -33,6 +33,9 @@ from fzero.graph import MachineModel
 from fzero.profiling import profile, save_trace
 from fzero.profiling.machine import rates_from
 from fzero.profiling.profiler import OF_MANY_RANKS
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI": 2.0**20, "GI": 2.0**30, "TI": 2.0**40}
 
@@ -46,6 +49,7 @@ PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64
   fzero plan --model 7B --world 8 --batch 16 --generate 1024
   fzero plan --model LlamaForCausalLM --config ds_config.json --world 8 --sequence 4096
+  fzero plan --model 70B --world 1024 --pipe 8 --sequence 4096 --micro-batches 64 --picture stages.png
   fzero plan --model config.json --world 8 --sequence 4096 --fit 80GB --nvme /local --out fits.json
   fzero env --json > rates.json; fzero plan --model 350M --world 2 --sequence 1024 --rates rates.json --picture peak.png"""
 
@@ -103,6 +107,14 @@ def plan_model(arguments: list[str]) -> int:
     parser.add_argument("--picture", metavar="FILE", help="draw the bytes on the device over a step (needs matplotlib)")
     answers = "also count what a rank holds while it generates --batch answers of T tokens, with their prompts"
     parser.add_argument("--generate", type=count, metavar="T", help=answers)
+    pipes = parser.add_argument_group("pipelines")
+    pipes.add_argument(
+        "--pipe", type=count, metavar="P", help="plan a pipeline of P stages (give --sequence or --sample)"
+    )
+    orders = "its order: gpipe, 1f1b, zero_bubble or interleaved:V (default 1f1b)"
+    pipes.add_argument("--order", metavar="NAME", help=orders)
+    number = "of a step (default: the configuration's, or 4 P)"
+    pipes.add_argument("--micro-batches", type=count, metavar="M", help=number)
     fits = parser.add_argument_group("what fits")
     what = "find the fastest configuration in so much device memory"
     fits.add_argument("--fit", type=nbytes, metavar="BYTES", help=what)
@@ -121,6 +133,13 @@ def plan_model(arguments: list[str]) -> int:
     for flag in ("nvme", "host", "disk"):
         if getattr(given, flag) is not None and given.fit is None:
             parser.error(f"--{flag} says where something may fit: give --fit BYTES beside it")
+    for flag in ("order", "micro_batches"):
+        if getattr(given, flag) is not None and given.pipe is None:
+            parser.error(f"--{flag.replace('_', '-')} is for a pipeline: give --pipe P beside it")
+    if given.pipe is not None and given.sequence is None and not given.sample:
+        parser.error("--pipe needs the work of each layer: give a batch, --sequence T or --sample pkg.mod:fn")
+    if given.pipe is not None and given.out:
+        parser.error("--out writes a configuration, which has no stages: leave it out, or --pipe")
     return print_result(lambda: _plan(given), given.json)
 
 
@@ -148,6 +167,8 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     found = named(given.model)
     batch, batch_text = _batch(given, found, given.world)
     how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
+    if given.pipe is not None:
+        return _plan_pipe(given, found, batch, batch_text)
     if given.generate is not None:
         answers = Answers(_num_rows(given, given.world)[0], given.generate)
         how["answers"] = answers
@@ -169,6 +190,26 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     if given.picture and fitting.best is not None:
         _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.column.step)
     return _under(found, batch_text, fitting), data
+
+
+def _plan_pipe(
+    given: argparse.Namespace, found: Named, batch: Any, batch_text: str
+) -> tuple[RenderableType, dict[str, Any]]:
+    planned = plan_pipeline(
+        found.model,
+        given.config,
+        stages=given.pipe,
+        world_size=given.world,
+        batch=batch,
+        micro_batches=given.micro_batches,
+        order=given.order or "1f1b",
+        device_nbytes=inf if given.fit is None else given.fit,
+        machine=_machine(given),
+        device=given.device,
+    )
+    if given.picture:
+        _save(given.picture, planned.draw())
+    return _under(found, batch_text, planned), _subject(found, batch_text) | planned.as_dict()
 
 
 def profile_model(arguments: list[str]) -> int:
@@ -253,7 +294,10 @@ def _subject(found: Named, batch: str) -> dict[str, Any]:
 
 
 def _draw(path: str, title: str, step: DryRun) -> None:
-    picture = step.draw(title)
+    _save(path, step.draw(title))
+
+
+def _save(path: str, picture: Figure) -> None:
     try:
         picture.savefig(path, dpi=120)
     except (OSError, ValueError) as error:

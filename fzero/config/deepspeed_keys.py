@@ -113,7 +113,7 @@ HARMLESS = {
     "comms_logger": "for the engine (fzero.initialize); for a step comms_table(trace_comm(step, state, batch).rows) "
     "of fzero.profiling",
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
-    "pipeline": "it is for a PipelineModule, which does not exist here",
+    "pipeline": "for a PipelineModule, whose engine reads activation_checkpoint_interval",
     "hybrid_engine": "for the engine (fzero.initialize); with a step use fzero.generating(step, state)",
     "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
     "graph_harvesting": "the step runs in eager mode",

@@ -117,7 +117,7 @@ class RandomLTD:
                 )
         if self.mask is not None:
             for layer in self.layers:
-                names = _parameters(found[layer][1])
+                names = _arguments_of(found[layer][1])
                 if self.mask not in names and not any(name.startswith("**") for name in names):
                     raise ValueError(
                         f"model_mask_name: must be an argument of {kind.__name__}.forward ({', '.join(names)}), got "
@@ -152,7 +152,7 @@ class TokenDropping:
         Args:
             draw: called in each forward in training mode.
         """
-        forward, how, names = module.forward, self.how, _parameters(module)
+        forward, how, names = module.forward, self.how, _arguments_of(module)
         layer = next(layer for layer, own in self.layers if own == name)
 
         @wraps(forward)
@@ -179,7 +179,7 @@ def dropping_of(model: nn.Module) -> TokenDropping | None:
     return model.__dict__.get("token_dropping")
 
 
-def _parameters(module: nn.Module) -> list[str]:
+def _arguments_of(module: nn.Module) -> list[str]:
     """The names of the arguments of a module's forward."""
     _, *given = inspect.signature(type(module).forward).parameters.values()
     return [str(x).partition(":")[0].partition("=")[0] for x in given]  # with the stars of `*args` and `**kwargs`

@@ -80,12 +80,12 @@ class Accessors(UsesDataEfficiency):
 
     def train_batch_size(self) -> int:
         """Samples per update, all ranks together."""
-        return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.world_size
+        return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.data_world_size
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Sets the number of accumulation steps from here on; allowed only between accumulations."""
         check_whole("train_batch_size", train_batch_size, 1)
-        one = self.train_micro_batch_size_per_gpu() * self.train_step.world_size
+        one = self.train_micro_batch_size_per_gpu() * self.train_step.data_world_size
         if train_batch_size % one or train_batch_size < one:
             raise ConfigError(
                 f"train_batch_size: must be a multiple of {one} (train_micro_batch_size_per_gpu × ranks), got {train_batch_size}"
@@ -161,7 +161,9 @@ class Accessors(UsesDataEfficiency):
     def world_size(self) -> int:
         return self.train_step.world_size
 
-    dp_world_size = world_size
+    @property
+    def dp_world_size(self) -> int:
+        return self.train_step.data_world_size
 
     # --- progress ------------------------------------------------------------------------------------------------
 
@@ -195,8 +197,8 @@ class Accessors(UsesDataEfficiency):
 
     @property
     def hyper(self) -> list[dict[str, Any]]:
-        """The param groups with parameters, in the step's order."""
-        return [group for group in self._groups if group["params"]]
+        """The param groups with parameters, in the step's order; the first, where none has any (a stage of a pipeline)."""
+        return [group for group in self._groups if group["params"]] or self._groups[:1]
 
     @property
     def _groups(self) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ class KeepsFiles(Generates):
         Args:
             exclude_frozen_parameters: whether frozen parameters are left out. `load_checkpoint` then keeps those of the model.
         """
-        step, world = self.active_step(), self.train_step.runtime.mesh.world
+        step, world = self.active_step(), self.train_step.runtime.world
         check_path("save_checkpoint: save_dir", save_dir)
         check_kind("client_state", client_state, Mapping | None, "a mapping", "pass one, such as {'epoch': 3}")
         if tag is not None and not str(tag):
@@ -79,7 +79,7 @@ class KeepsFiles(Generates):
             "groups": [plain_values(group) for group in self.hyper],
             "data": None if loader is None else loader.state_dict(),
         }
-        state, client = self.state._replace(rng=_random_state_of(self)), dict(client_state or {})
+        state, client = self.state._replace(rng=dict(self._random_state())), dict(client_state or {})
         check_same_folder(world, folder, "save_checkpoint")
         of_rank_0(world, lambda: files.claim(folder))
         frozen = {name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names}
@@ -114,7 +114,7 @@ class KeepsFiles(Generates):
                              "the weights to fzero.load_weights")  # fmt: skip
         check_path("load_checkpoint: load_dir", load_dir)
         self.zero_grad()
-        world, folder = self.train_step.runtime.mesh.world, Path(load_dir)
+        world, folder = self.train_step.runtime.world, Path(load_dir)
         takes_optimizer = load_optimizer_states and not load_module_only
         meet("Engine.load_checkpoint", world)
         if tag is None:
@@ -126,7 +126,7 @@ class KeepsFiles(Generates):
         path = folder / tag
         progress, client = self._take(path, takes_optimizer=takes_optimizer)
         if takes_optimizer:
-            _set_random_state(self)
+            self._set_random_state()
             for group, values in zip(self.hyper, progress["groups"]):
                 group.update(values)
         if load_lr_scheduler_states and not load_module_only and None not in (self.lr_scheduler, progress["scheduler"]):
@@ -143,7 +143,7 @@ class KeepsFiles(Generates):
 
     def _take(self, path: Path, *, takes_optimizer: bool) -> tuple[dict[str, Any], Any]:
         """Takes over the state of a checkpoint; returns the progress of its engine, and the `client_state`."""
-        step, world = self.train_step, self.train_step.runtime.mesh.world
+        step, world = self.train_step, self.train_step.runtime.world
         is_theirs, trains = of_rank_0(world, lambda: is_one(path)), takes_optimizer and self.optimizer is not None
         if not trains:
             self.take_over(step, load_weights(path, step=step))
@@ -196,10 +196,23 @@ class KeepsFiles(Generates):
                 torch.save(full, file)
             beside.rename(folder / name)
 
-        of_rank_0(self.train_step.runtime.mesh.world, write)
+        of_rank_0(self.train_step.runtime.world, write)
         return True
 
     save_fp16_model = save_16bit_model
+
+    def _random_state(self) -> Mapping[str, torch.Tensor]:
+        """The random state of the process, which the module uses."""
+        found = {"cpu": torch.get_rng_state()}
+        if "cuda" in self.state.rng:
+            found["cuda"] = torch.cuda.get_rng_state(self.device)
+        return found
+
+    def _set_random_state(self) -> None:
+        rng = self.state.rng
+        torch.set_rng_state(rng["cpu"].clone())
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"], self.device)
 
 
 def _latest(folder: Path, *, universal: bool) -> str | None:
@@ -220,25 +233,10 @@ def _progress_of_deepspeed(client: dict[str, Any]) -> dict[str, Any]:
 def _agreed_tag(engine: Accessors, tag: str) -> str:
     """Rank 0's tag; `checkpoint.tag_validation` says whether differing tags raise, warn or are ignored."""
     how, step = engine.keys.checkpoint.tag_validation, engine.train_step
-    tags: list[str] = collectives.exchange(tag, step.runtime.mesh.world, label=Label("save"))
+    tags: list[str] = collectives.exchange(tag, step.runtime.world, label=Label("save"))
     if len(set(tags)) > 1 and how != "IGNORE":
         message = f"save_checkpoint: tag must be the same on all ranks, got {tags}; rank 0's is used"
         if how == "FAIL":
             raise ValueError(f"{message} where checkpoint.tag_validation is not FAIL; pass the same tag")
         warnings.warn(message, stacklevel=3)
     return tags[0]
-
-
-def _random_state_of(engine: Accessors) -> dict[str, torch.Tensor]:
-    """The random state of the process, which the module uses."""
-    found = {"cpu": torch.get_rng_state()}
-    if "cuda" in engine.state.rng:
-        found["cuda"] = torch.cuda.get_rng_state(engine.device)
-    return found
-
-
-def _set_random_state(engine: Accessors) -> None:
-    rng = engine.state.rng
-    torch.set_rng_state(rng["cpu"].clone())
-    if "cuda" in rng:
-        torch.cuda.set_rng_state(rng["cuda"], engine.device)

@@ -89,7 +89,7 @@ def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer,
     for group in groups:
         params = group["params"]
         group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]] or groups[:1]  # a pipeline's stage may have no parameters
     names = _names_in(model, [group["params"] for group in groups], "model_parameters")
     own = [{k: v for k, v in group.items() if k not in (*_HOW, "name")} for group in groups]
     blocks = [with_overrides(configured, values, f"model_parameters[{i}]") for i, values in enumerate(own)]

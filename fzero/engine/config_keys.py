@@ -121,6 +121,25 @@ class CheckpointKeys(Block):
     """Whether `load_checkpoint` takes the checkpoint that `latest_universal` names. Every checkpoint of fzero is universal."""
 
 
+class PipelineKeys(Block):
+    """DeepSpeed key `pipeline`: for the engine of a `PipelineModule`. The other keys of the module are its arguments."""
+
+    stages: int | Literal["auto"] = "auto"
+    """The number of stages; "auto" is that of the module."""
+    partition: str = "best"
+    """No effect, as in DeepSpeed: the module's `partition_method` counts."""
+    seed_layers: bool = False
+    """No effect, as in DeepSpeed: fzero builds each layer under a seed of its own."""
+    activation_checkpoint_interval: Count = 0
+    """So many layers are run again together in the backward; 0 is the module's own number."""
+    pipe_partitioned: bool = True
+    """No effect: there is no model axis."""
+    grad_partitioned: bool = True
+    """No effect: there is no model axis."""
+    use_reentrant: bool = True
+    """No effect: fzero's checkpoints need no reentrant autograd."""
+
+
 class HybridEngineKeys(Block):
     """DeepSpeed key `hybrid_engine`: generation between updates (`engine.generate`)."""
 
@@ -181,6 +200,7 @@ class EngineKeys(Block):
     flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
     comms_logger: CommsLoggerKeys = CommsLoggerKeys()
     hybrid_engine: HybridEngineKeys = HybridEngineKeys()
+    pipeline: PipelineKeys = PipelineKeys()
 
 
 def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, EngineKeys]:

@@ -156,7 +156,7 @@ class UsesDataEfficiency(Settings):
     def random_ltd_config(self) -> dict[str, Any]:
         """The block `random_ltd`, with the batch sizes."""
         block = self.cfg.data_efficiency.data_routing.random_ltd
-        sizes = self.cfg.batch_sizes(self.train_step.world_size)
+        sizes = self.cfg.batch_sizes(self.train_step.data_world_size)
         number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
         found = block.model_dump() | {"random_ltd_layer_num": number}
         return found | {"global_batch_size": sizes.train or 0, "micro_batch_size": sizes.micro or 0}

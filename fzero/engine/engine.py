@@ -77,7 +77,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
-        self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.world_size).micro
+        self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.data_world_size).micro
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
@@ -239,16 +239,22 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             raise
         if self._lacks_loss:
             self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
-        self.global_samples += self._samples(len(window.loss_stats))
         self.train_step, self.open_window, self._lacks_loss = step, None, False
+        self._has_updated(lr_kwargs, num_micro_steps=len(window.loss_stats))
+
+    def _has_updated(self, lr_kwargs: Mapping[str, Any], *, num_micro_steps: int) -> None:
+        """Counts an update, and steps the scheduler."""
+        optimizer, metrics = self.optimizer, self.metrics
+        assert optimizer is not None and metrics is not None
+        self.global_samples += self._samples(num_micro_steps)
         self.live.look_at_buffers(self.state.buffers)
-        optimizer.overflow = bool(self.metrics.overflow)
+        optimizer.overflow = bool(metrics.overflow)
         self.global_steps += 1
         self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow
         if optimizer.overflow:
             self.log_line(
-                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {self.metrics.loss_scale.item():g}, "
+                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {metrics.loss_scale.item():g}, "
                 f"next: {optimizer.loss_scale:g}"
             )
         elif self.lr_scheduler is not None:

@@ -59,7 +59,7 @@ class HasTools(Accessors):
             num_local_io_workers: worker processes; None is none.
         """
         size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
-        rank, world_size, drops = self.global_rank, self.world_size, self.dataloader_drop_last()
+        rank, world_size, drops = self.train_step.data_rank, self.dp_world_size, self.dataloader_drop_last()
         pins = pin_memory and self.device.type == "cuda"
         how: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_local_io_workers or 0, "pin_memory": pins}
         if data_sampler is None and route == "train" and self.is_map_style_dataset(dataset):

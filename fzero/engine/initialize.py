@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,10 +30,14 @@ from fzero.engine.dataloader import ResumableLoader, check_indexed
 from fzero.engine.divided_params import check_not_foreign, moved, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.engine.pipeline_engine import PipelineEngine, prepared
+from fzero.pipeline.module import PipelineModule
+from fzero.pipeline.pipeline import Pipeline
 from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.trainability import listed
 from fzero.step import TrainStep
+from sharding import Mesh
 
 Source = Mapping[str, Any] | str | Path | Config
 
@@ -97,6 +102,16 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
+    if isinstance(model, PipelineModule):
+        model = prepared(model, keys.pipeline)
+        if mpu is not None:
+            raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
+    elif "pipeline" in keys.model_fields_set:
+        warnings.warn(
+            f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule",
+            ConfigWarning,
+            stacklevel=2,
+        )
     check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):
@@ -116,7 +131,7 @@ def initialize(
         engine: Engine
         seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
         given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
-        engine = Engine(
+        engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
         )
     if seen is not None and lr_scheduler is not None:
@@ -136,7 +151,11 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainSte
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
         **how,
     )  # fmt: skip
-    return TrainStep(recipe, bind(None, recipe.device))
+    if not isinstance(model, PipelineModule):
+        return TrainStep(recipe, bind(None, recipe.device))
+    num_data = max(1, model.topology().get_dim("data"))
+    mesh = Mesh.of(pipe=model.num_stages, data=num_data)
+    return TrainStep(replace(recipe, pipeline=Pipeline()), bind(mesh, recipe.device))
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
@@ -197,7 +216,7 @@ def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader | CurriculumLoader:
     cfg = step.recipe.cfg
-    _, micro, num_micro = cfg.batch_sizes(step.world_size)
+    _, micro, num_micro = cfg.batch_sizes(step.data_world_size)
     if micro is None:
         raise ConfigError(
             "train_micro_batch_size_per_gpu: must be given for the loader of training_data, and neither it nor train_batch_size "
@@ -205,8 +224,8 @@ def _loader(
         )
     how: dict[str, Any] = {
         "batch_size": micro,
-        "rank": step.rank,
-        "world_size": step.world_size,
+        "rank": step.data_rank,
+        "world_size": step.data_world_size,
         "collate_fn": collate_fn,
     }
     if cfg.data_efficiency.samples:

@@ -78,7 +78,7 @@ class HoldsModule(Accessors):
         self._modules["module"] = self.__dict__["module"] = module  # both: nn.Module's own look-up is slower
         self._held = held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
-        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.rank), Flags(module)
+        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.data_rank), Flags(module)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()

@@ -108,7 +108,7 @@ class Settings:
     def flops_profiler_output_file(self) -> str | None:
         return self.keys.flops_profiler.output_file
 
-    get_data_parallel_rank = _reads(int, "train_step.rank")
+    get_data_parallel_rank = _reads(int, "train_step.data_rank")
 
     def get_model_parallel_rank(self) -> int:
         """0: all ranks are data-parallel."""

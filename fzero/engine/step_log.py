@@ -143,7 +143,8 @@ class StepLog:
 
 def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
     """The dtype of most of a model's computation."""
-    return autocast or torch_dtype(max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes.param)
+    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel, default=None)
+    return autocast or (torch.get_default_dtype() if largest is None else torch_dtype(largest.dtypes.param))
 
 
 def _memory(part: str, device: torch.device) -> MemoryRow:

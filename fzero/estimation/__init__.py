@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     )
     from fzero.estimation.fitting import Fit as Fit, fit as fit
     from fzero.estimation.generation import Answers as Answers
+    from fzero.estimation.pipeline_layers import estimate_layers as estimate_layers
+    from fzero.estimation.pipelines import PipelinePlan as PipelinePlan, plan_pipeline as plan_pipeline
 else:
     __getattr__, __dir__, __all__ = door(
-        __name__, {"compare": "Candidate Comparison compare_plans", "fitting": "Fit fit", "generation": "Answers"}
+        __name__,
+        {
+            "compare": "Candidate Comparison compare_plans",
+            "fitting": "Fit fit",
+            "generation": "Answers",
+            "pipeline_layers": "estimate_layers",
+            "pipelines": "PipelinePlan plan_pipeline",
+        },
     )

@@ -120,7 +120,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         flops = flops_of_call(func, args, kwargs or {}, out)
         self.flops += flops
-        for x in _tensors(out):
+        for x in tensors_in(out):
             storage = x.untyped_storage()
             if storage not in self._seen:
                 self._seen.add(storage)
@@ -151,17 +151,18 @@ _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "deta
 
 
 def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
-    name, made = func.overloadpacket.__name__, _tensors(out)
+    name, made = func.overloadpacket.__name__, tensors_in(out)
     if func.is_view or not made or name.startswith(_MOVES_NOTHING) or name in ("new_empty", "new_empty_strided"):
         return Work(flops, 0, False)
-    read = _tensors(args)
+    read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
     is_wide = any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
     return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """The tensors among the leaves of a tree."""
     if isinstance(tree, Tensor):
         return [tree]
     return [x for x in optree.tree_leaves(tree, none_is_leaf=True) if isinstance(x, Tensor)]
@@ -203,7 +204,7 @@ def trace_activations(
         fake_batch = without_memory(batch, torch.device("cpu"))
         if (dtype := cfg.casts_batch_to) is not None:
             fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
-        alive.ignore([*params.values(), *buffers.values(), *_tensors(fake_batch)])
+        alive.ignore([*params.values(), *buffers.values(), *tensors_in(fake_batch)])
         recorder = _Recorder(alive, layout, params)
         with (
             _with_fix(model),

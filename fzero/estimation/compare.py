@@ -19,6 +19,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.compression import compression
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.config.deepspeed_keys import INSTEAD
 from fzero.config.files import changed, read
@@ -44,6 +45,7 @@ QUANTITIES = {
     "optimizer": "optimizer state",
     "comm hooks": "comm hooks",
     "gathers": "gather buffers",
+    "compressed": "compressed copies",
     "reductions": "reduce buffers",
     "arrivals": "reduced shards",
     "kept": "kept buffers",
@@ -316,7 +318,9 @@ def column(
             f"{quietly(keys).zero_optimization.stage3_max_live_parameters} holds none"
         )
         keys, planned = planned_at(limit)
-    step = dry_run(planned, trace, machine=machine, device=device, title=name)
+    cfg = quietly(keys)
+    compressed = compression(cfg, model).params if cfg.compression_training.compresses else ()
+    step = dry_run(planned, trace, machine=machine, device=device, title=name, compressed=compressed)
     generating = None if cache is None else Generating.after(planned, step, cache)
     return Candidate(name, keys, planned, step, memory_of(step), note, generating=generating)
 

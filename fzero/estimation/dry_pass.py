@@ -7,7 +7,7 @@ lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fzero.estimation.ledger import MemoryLedger
@@ -15,6 +15,7 @@ from fzero.estimation.unit_events import Part, follow
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
 from fzero.plans.unit_scheduler import UnitScheduler
+from fzero.runtime.seen_params import kept_units, seen_numel
 from fzero.storage.buffer_sizes import MOST_LEAVING
 from sharding.dtypes import itemsize
 
@@ -40,10 +41,16 @@ class _Reduction:
 
 
 class DryPass:
-    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when."""
+    """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when.
 
-    def __init__(self, ledger: MemoryLedger) -> None:
-        self.ledger, self.plan = ledger, ledger.plan
+    Args:
+        compressed: the names of the parameters of which modules see other values (`compression_training`).
+    """
+
+    def __init__(self, ledger: MemoryLedger, compressed: Collection[str] = ()) -> None:
+        self.ledger, self.plan, self._compressed = ledger, ledger.plan, compressed
+        self._kept = kept_units(self.plan, compressed) if compressed else frozenset[str]()
+        self._seen: dict[str, int] = {}  # bytes of compressed values, by unit
         here = ("device", "host") if ledger.device == "cpu" else ("device",)
         self.scheduler = UnitScheduler(self.plan.unit_rules, here=here)
         self._units = {unit.name: unit for unit in self.plan.units}
@@ -66,6 +73,8 @@ class DryPass:
         self.execute(scheduler.end_backward())
         self.ledger.write()
         self.execute(scheduler.finish())
+        for unit in list(self._seen) if is_last else ():
+            self._forget(unit)
         while self._leaving:
             self.ledger.lanes.wait("write_back", self._leaving.popleft())
         self.ledger.activations = 0
@@ -76,6 +85,8 @@ class DryPass:
         if part.unit and part.kind != "boundary":
             ledger.label = f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
         self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
+        if part.unit and part.kind in ("fetch", "unpack"):
+            self._compress(part.unit)
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
@@ -132,7 +143,19 @@ class DryPass:
             self.ledger.add("gathers", -gather.shards)
             gather.shards = 0
 
+    def _compress(self, name: str) -> None:
+        """Adds what modules see of a unit's compressed parameters, unless it is there."""
+        numels = {} if name in self._seen else seen_numel(self._units[name], self._compressed)
+        if numels:
+            self._seen[name] = sum(numel * itemsize(dtype) for dtype, numel in numels.items())
+            self.ledger.add("compressed", self._seen[name])
+
+    def _forget(self, name: str) -> None:
+        self.ledger.add("compressed", -self._seen.pop(name, 0))
+
     def _release(self, name: str) -> None:
+        if name not in self._kept:
+            self._forget(name)
         gather = self._gathers.pop(name)
         self.ledger.add("gathers", -gather.shards)
         for taken in gather.full:

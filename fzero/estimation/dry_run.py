@@ -13,6 +13,7 @@ Without a trace there are no activations, only updates compute, and units run in
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -134,6 +135,7 @@ def dry_run(
     machine: MachineModel | None = None,
     device: Device = "cuda",
     title: str = "",
+    compressed: Collection[str] = (),
 ) -> DryRun:
     """Runs one step of a plan without tensors.
 
@@ -143,6 +145,7 @@ def dry_run(
         machine: the rates of one rank.
         device: where the model is; on the CPU the collectives are gloo's.
         title: of the timeline.
+        compressed: the parameters of which modules see other values (`CompressionPlan.params`).
     """
     machine = machine or MachineModel()
     parts = parts_of(plan, trace, machine)
@@ -151,7 +154,7 @@ def dry_run(
     for _ in range(2 if device == "cpu" else 1):  # the second step starts with the pool that the first one filled
         ledger = MemoryLedger(plan, machine, device, ledger.free)
         ledger.write()
-        passes, ends = DryPass(ledger), list[float]()
+        passes, ends = DryPass(ledger, compressed), list[float]()
         for index in range(num):
             passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
             ends.append(ledger.lanes.now)
@@ -184,6 +187,7 @@ COLORS = {
     "comm hooks": "#8c8c8c",
     "kept": "#d9d9d9",
     "gathers": "#8fc1e3",
+    "compressed": "#3f7d8c",
     "reductions": "#f0b27a",
     "arrivals": "#e8927c",
     "streams": "#a3b86c",

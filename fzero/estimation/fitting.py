@@ -27,6 +27,7 @@ from fzero.estimation.compare import Keys, keys_of, quietly
 from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
+from fzero.estimation.pipelines import PipelinePlan, best_pipelines
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
 
@@ -57,12 +58,15 @@ class Fit:
         best: the fastest configuration that fits; None if none does.
         ladder: one change after the other.
         notes: what the search did not try or count.
+        pipelines: the same configuration in pipelines of any number of stages, with as many samples in a step: those that fit,
+            fastest first. Only with a batch, and ZeRO stage 0 or 1 in the configuration.
     """
 
     limits: Limits
     best: Rung | None
     ladder: tuple[Rung, ...]
     notes: tuple[str, ...]
+    pipelines: tuple[PipelinePlan, ...] = ()
 
     @property
     def config(self) -> Keys:
@@ -92,7 +96,8 @@ class Fit:
             return more | {"seconds": rung.seconds, "fits": self.limits.hold(rung)} | rung.column.as_dict()
 
         best = None if self.best is None else as_json(self.best)
-        return {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
+        found = {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
+        return found | {"pipelines": [one.as_dict() for one in self.pipelines]}
 
     def __rich__(self) -> Group:
         scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
@@ -103,16 +108,16 @@ class Fit:
         for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
             table.add_column(name, justify="right", no_wrap=True)
         _rung_rows(table, self, scale)
-        best = self.best
+        best, pipes = self.best, _pipeline_lines(self.pipelines, scale, unit)
         if best is None:
-            return Group(table, "", "Nothing fits.", *self.notes)
+            return Group(table, "", "Nothing fits.", *pipes, *self.notes)
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
         note = [best.column.note] if best.column.note else []
         if best.column.generating is not None:
             note.append(self._generation(best.column.generating, scale, unit))
-        return Group(table, "", fastest, f"{best.column.step.description}.", *self.notes, *note)
+        return Group(table, "", fastest, f"{best.column.step.description}.", *pipes, *self.notes, *note)
 
     def _generation(self, found: Generating, scale: float, unit: str) -> str:
         by = "copy" if found.by_copy <= self.limits.device else "unit"
@@ -171,7 +176,35 @@ def fit(
     ladder = tuple(search.ladder())
     if best is not None:
         best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
-    return Fit(limits, best, ladder, tuple(search.notes()))
+    pipelines: tuple[PipelinePlan, ...] = ()
+    if batch is not None and world_size > 1 and search.start.stage <= 1:
+        pipelines = best_pipelines(
+            model,
+            search.keys,
+            batch,
+            world_size=world_size,
+            device_nbytes=device_nbytes,
+            machine=machine,
+            loss_fn=loss_fn,
+            device=device,
+        )
+    return Fit(limits, best, ladder, tuple(search.notes()), pipelines)
+
+
+MOST_PIPELINES = 3
+"""How many pipelines are shown."""
+
+
+def _pipeline_lines(pipelines: tuple[PipelinePlan, ...], scale: float, unit: str) -> list[str]:
+    """The fastest pipelines that fit, in words."""
+    if not pipelines:
+        return []
+    lines = [
+        f"  {one.order.stages} stages × {one.layers.data} data ranks: {shown(one.nbytes, scale)} {unit}, "
+        f"{one.seconds:.3g} s without the update, bubble {one.bubble:.0%} of {one.order.micro_batches} micro-batches"
+        for one in pipelines[:MOST_PIPELINES]
+    ]
+    return ["", "As a pipeline, with as many samples in a step (fzero plan --pipe shows its stages):", *lines]
 
 
 def _rung_rows(table: Table, found: Fit, scale: float) -> None:

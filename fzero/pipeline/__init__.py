@@ -48,8 +48,8 @@ else:
             "order_check": "check_order plan_order",
             "orders": "B F I ORDERS OrderError PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
             "partition": "LayerCost balanced partition_by_cost uniform",
-            "timeline": "Timeline chunk_costs predict",
             "pipeline": "Pipeline",
+            "timeline": "Timeline chunk_costs predict",
             "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fzero.comms import collectives
-from fzero.comms.axes import CollectiveError
+from fzero.comms.axes import CollectiveError, observed
 from fzero.comms.pending import abandon
-from fzero.comms.records import Label
+from fzero.comms.records import CommRecord, Label
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Mailbox, Message, Received, Route, tensors_in
@@ -88,10 +88,12 @@ class PipelineProgram:
 
     def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
         """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
-        passes, stages = self.outputs(run, state, micro_batches), stages_of(run)
-        own_A2 = (
-            torch.stack(passes.losses) if passes.losses else torch.zeros((len(micro_batches), 2), dtype=torch.float64)
-        )
+        return self.mean_loss(run, self.outputs(run, state, micro_batches), len(micro_batches))
+
+    def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
+        """The mean of the losses of all ranks. *Collective:* every rank."""
+        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64)
+        own_A2 = torch.stack(passes.losses) if passes.losses else none
         rows_A2 = collectives.stack(own_A2, stages.axis, label=_LOSSES)[-1]
         rows_M2 = collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
         return mean_of(rows_M2, is_sum=bool(rows_M2[0, 1] >= 0))[0].float()
@@ -111,6 +113,10 @@ class PipelineProgram:
             for module, mode in modes:
                 module.training = mode
         return passes
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
+        """The same program, whose messages are also reported to `observe`."""
+        return replace(self, mailbox=replace(self.mailbox, axis=observed(self.mailbox.axis, observe)))
 
     def _execute(self, passes: Passes, run: StepRuntime, order: PipeOrder) -> None:
         events = order.events[stages_of(run).stage]

@@ -250,6 +250,11 @@ class PipelineModule(nn.Module):
         object.__setattr__(self, "_own", stage)
         self.forward_funcs = [call for _, call in stage.calls(self._local_start, self._local_stop)]
 
+    def build_own(self) -> None:
+        """Builds the layers of this rank, unless that is done: all of them outside a job."""
+        if self._own is None:
+            self._build()
+
     def _stage(self) -> StageLayers:
         if self._own is None:
             raise PipelineError(

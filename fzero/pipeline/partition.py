@@ -84,6 +84,7 @@ class LayerCost:
         stored_nbytes: what the forward stores for the backward.
         output_nbytes: what goes to the next layer, and so to the next stage if a cut is there.
         weight_share: the share of the backward that gives the gradients of the weights (`W`).
+        working_nbytes: what a forward or backward holds besides while it runs, at the most.
     """
 
     forward: float
@@ -92,6 +93,7 @@ class LayerCost:
     stored_nbytes: int = 0
     output_nbytes: int = 0
     weight_share: float = 0.5
+    working_nbytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -146,9 +148,10 @@ def partition_by_cost(
 
 
 def part_nbytes(costs: Sequence[LayerCost], bounds: Sequence[int], part: int, in_flight: int) -> int:
-    """The bytes of one part: its state, and what `in_flight` micro-batches store."""
+    """The bytes of one part: its state, what `in_flight` micro-batches store, and what one layer holds while it runs."""
     own = costs[bounds[part] : bounds[part + 1]]
-    return sum(cost.state_nbytes + in_flight * cost.stored_nbytes for cost in own)
+    working = max((cost.working_nbytes for cost in own), default=0)
+    return working + sum(cost.state_nbytes + in_flight * cost.stored_nbytes for cost in own)
 
 
 def _best(costs: Sequence[LayerCost], held: Sequence[int], nbytes: float, *, by_memory: bool = False) -> Bounds | None:
@@ -163,8 +166,10 @@ def _best(costs: Sequence[LayerCost], held: Sequence[int], nbytes: float, *, by_
             if found is None:
                 continue
             worst, bounds = found
+            working = 0
             for stop in range(start + 1, len(costs) + 1):
-                size = state[stop] - state[start] + number * (stored[stop] - stored[start])
+                working = max(working, costs[stop - 1].working_nbytes)
+                size = working + state[stop] - state[start] + number * (stored[stop] - stored[start])
                 if size > nbytes:
                     break
                 time = seconds[stop] - seconds[start]

@@ -9,15 +9,15 @@ Shape letters: A micro-steps, W ranks along "data", F shards, B flat buffers, p 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, CollectiveError
-from fzero.comms.records import Label
+from fzero.comms.axes import Bound, CollectiveError, observed
+from fzero.comms.records import CommRecord, Label
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
@@ -81,6 +81,10 @@ class Stages:
     @property
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        """The same stages, whose collectives are also reported to `observe`."""
+        return replace(self, world=observed(self.world, observe), axis=observed(self.axis, observe))
 
     # --- at the start of a step -----------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -33,18 +33,22 @@ class Timeline:
 
     Args:
         order: whose events these are.
+        costs: by chunk.
         spans: by stage, the events that compute.
         messages: by stage, its sends, while they are under way.
         stored: by stage, the most bytes that forwards have stored for backwards at one time.
         state: by stage, the bytes of its parameters, gradients and optimizer state.
+        working: by stage, the most bytes that one forward or backward holds while it runs.
         sent: by stage, the bytes that it sends to other stages.
     """
 
     order: PipeOrder
+    costs: tuple[LayerCost, ...]
     spans: tuple[tuple[Span, ...], ...]
     messages: tuple[tuple[Span, ...], ...]
     stored: tuple[int, ...]
     state: tuple[int, ...]
+    working: tuple[int, ...]
     sent: tuple[int, ...]
 
     @property
@@ -64,8 +68,8 @@ class Timeline:
 
     @property
     def nbytes(self) -> tuple[int, ...]:
-        """By stage, the peak: its state, and the most that it stores."""
-        return tuple(map(sum, zip(self.state, self.stored, strict=True)))
+        """By stage, the peak: its state, the most that it stores, and what it holds while it computes."""
+        return tuple(map(sum, zip(self.state, self.stored, self.working, strict=True)))
 
 
 def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[LayerCost, ...]:
@@ -87,6 +91,7 @@ def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[Laye
                 sum(cost.stored_nbytes for cost in own),
                 own[-1].output_nbytes if own else (found[-1].output_nbytes if found else 0),
                 weights / backward if backward else 0.5,
+                max((cost.working_nbytes for cost in own), default=0),
             )
         )
     return tuple(found)
@@ -137,12 +142,30 @@ def predict(
     assert all(stage.next is None for stage in stages), "check_order accepts no order that stops"
     return Timeline(
         order,
+        tuple(costs),
         tuple(tuple(stage.spans) for stage in stages),
         tuple(tuple(stage.messages) for stage in stages),
         tuple(stage.most_stored for stage in stages),
         tuple(sum(costs[chunk].state_nbytes for chunk in order.chunks_of(stage)) for stage in range(order.stages)),
+        tuple(max(costs[chunk].working_nbytes for chunk in order.chunks_of(stage)) for stage in range(order.stages)),
         tuple(stage.sent for stage in stages),
     )
+
+
+def stored_over_time(timeline: Timeline, stage: int) -> Iterator[tuple[float, int]]:
+    """The bytes that a stage stores, and since when: from the beginning of each forward to the end of its backward.
+
+    >>> from fzero.pipeline.orders import one_f_one_b
+    >>> timeline = predict(one_f_one_b(1, 2), [LayerCost(1, 2, stored_nbytes=5)])
+    >>> list(stored_over_time(timeline, 0))
+    [(0.0, 0), (0.0, 5), (3.0, 0), (3.0, 5), (6.0, 0)]
+    """
+    stored = 0
+    yield 0.0, 0
+    for event, start, stop in timeline.spans[stage] if timeline.order.has_backward else ():
+        if (more := _stores(event, timeline.costs[event.chunk])) != 0:
+            stored += more
+            yield (start if more > 0 else stop), stored
 
 
 class _Stage:
@@ -168,8 +191,10 @@ class _Stage:
         }[event.kind]
         self.spans.append(Span(event, self.now, self.now + seconds))
         self.now += seconds
-        if event.kind == "forward" and self.trains:
-            self.stored += cost.stored_nbytes
-            self.most_stored = max(self.most_stored, self.stored)
-        elif event.kind in ("backward", "backward_weight"):  # `W` needs what the forward stored
-            self.stored -= cost.stored_nbytes
+        self.stored += _stores(event, cost) if self.trains else 0
+        self.most_stored = max(self.most_stored, self.stored)
+
+
+def _stores(event: Event, cost: LayerCost) -> int:
+    """The bytes that an event stores, or releases; `W` needs what the forward stored."""
+    return cost.stored_nbytes * ((event.kind == "forward") - (event.kind in ("backward", "backward_weight")))

@@ -72,7 +72,8 @@ class Plan:
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
         flat_buffers: those of all units.
-        homes: the unit and the flat buffer of each parameter.
+        homes: the unit and the flat buffer of each parameter, by its name.
+        flats: the name of the unit of each flat buffer, and the buffer itself, by its key.
     """
 
     stage: int
@@ -94,11 +95,14 @@ class Plan:
     unit_rules: UnitRules = field(init=False, repr=False, compare=False)
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
     homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
+    flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers))
         homes = {name: (unit, buffer) for unit in self.units for buffer in unit.buffers for name in buffer.layout.names}
         object.__setattr__(self, "homes", homes)
+        flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
+        object.__setattr__(self, "flats", flats)
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
         units = {u.name: UnitRule.of(u, self.mesh, num_shards=num_shards, hook_states=states) for u in self.units}
         rules = UnitRules(

@@ -9,27 +9,26 @@ The words of other ranks (`negotiate`, `depart`) are no request of this one, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fzero.plans.unit_orders import Event
 from fzero.plans.unit_scheduler import UnitScheduler
 
 Request = tuple[Any, ...]
 """The name of a method of `UnitScheduler`, and its arguments."""
-Action = TypeVar("Action")
 MOST_ANSWERS = 1 << 15
 """The most answers that are kept, about 300 bytes each. Steps whose requests never repeat would fill the memory."""
 
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer to a request: the actions, and whether the model runs forward then."""
+    """The answer to a request: the events, and whether the model runs forward then."""
 
     request: Request
     before: _Answer | None
-    actions: tuple[Any, ...] = ()
+    events: tuple[Event, ...] = ()
     in_forward: bool = True
     following: dict[Request, _Answer] = field(default_factory=dict)
 
@@ -48,16 +47,10 @@ class Replay:
     Args:
         make: makes the scheduler, always the same.
         memory: of the plan.
-        prepared: makes the actions that the caller wants in place of events.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], UnitScheduler],
-        memory: Memory,
-        prepared: Callable[[Iterable[Event]], tuple[Action, ...]],
-    ) -> None:
-        self._make, self._memory, self._prepared = make, memory, prepared
+    def __init__(self, make: Callable[[], UnitScheduler], memory: Memory) -> None:
+        self._make, self._memory = make, memory
         self._node: _Answer | None = memory.root  # of the last request; None where no answer is kept any more
         self._scheduler: UnitScheduler | None = None
 
@@ -81,27 +74,26 @@ class Replay:
                 _answered(self._scheduler, request)
         return self._scheduler
 
-    def ask(self, request: Request) -> tuple[Any, ...]:
-        """The actions that follow from a request."""
+    def ask(self, request: Request) -> tuple[Event, ...]:
+        """The events that answer a request."""
         found = self._node.following.get(request) if self._node is not None else None
         if found is None or self._scheduler is not None:
             return self._computed(request)
         self._node = found
-        return found.actions
+        return found.events
 
-    def _computed(self, request: Request) -> tuple[Any, ...]:
+    def _computed(self, request: Request) -> tuple[Event, ...]:
         node, memory, scheduler = self._node, self._memory, self.scheduler
         self._node = None  # stays, if the scheduler raises
         events = _answered(scheduler, request)
-        actions = self._prepared(events)
         if node is None or any(event.kind in ("negotiate", "depart") for event in events):
-            return actions
+            return events
         found = node.following.get(request)
         if found is None and memory.num_answers < MOST_ANSWERS:
-            found = node.following[request] = _Answer(request, node, actions, scheduler.in_forward)
+            found = node.following[request] = _Answer(request, node, events, scheduler.in_forward)
             memory.num_answers += 1
         self._node = found
-        return actions
+        return events
 
 
 def _answered(scheduler: UnitScheduler, request: Request) -> tuple[Event, ...]:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         trace_comm as trace_comm,
     )
     from fzero.profiling.machine import MeasuredRates as MeasuredRates, measure_rates as measure_rates
+    from fzero.profiling.measured_layers import measure_layers as measure_layers
     from fzero.profiling.profiler import profile as profile
     from fzero.profiling.reports import (
         ModuleProfile as ModuleProfile,
@@ -30,6 +31,7 @@ else:
             "chrome_trace": "save_trace",
             "comm_trace": "CommRow CommTrace plan_comm trace_comm",
             "machine": "MeasuredRates measure_rates",
+            "measured_layers": "measure_layers",
             "profiler": "profile",
             "reports": "ModuleProfile Profile comms_table wall_clock_table",
         },

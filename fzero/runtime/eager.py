@@ -6,9 +6,8 @@ No graph is captured. The model runs as it is, bound to the tensors that `Forwar
    into parameters by one split. Entering another unit releases them; by then the gather of the next unit has started.
 2. Autograd must not keep a gathered buffer alive until the backward, so a view of one is saved as a `SavedView`. Unpacking
    it gathers the unit again.
-3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward writes the gradient into the unit's
-   flat gradient (`Reductions`). The first node of a visit is its `UnitRoot`, whose backward runs after the last gradient of
-   the visit. The unit is then complete, and its reduce-scatter starts.
+3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward writes its gradient into the flat one
+   of the unit (`Reductions`). The backward of `UnitRoot` is the last of a visit; then the unit's reduce-scatter starts.
 
 `UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All stages run this same code and do the
 same arithmetic: the specs decide whether a gather moves anything and whether a full gradient is dropped.
@@ -190,7 +189,7 @@ class ForwardBackward:
             self._leave("")
             self._gathers.check_full()
             self._events.ask("end_backward")
-            self._let_go()
+            self._let_go("finish")
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
@@ -208,7 +207,7 @@ class ForwardBackward:
             finally:
                 self.status = "running"
             self._events.ask("take_part")
-            self._let_go()
+            self._let_go("finish")
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
@@ -237,14 +236,13 @@ class ForwardBackward:
         """Releases the gathered buffers; from now on a backward through a graph made here raises."""
         self.status = "over"
         self.forwards.close()
-        self._leave("")
-        self._events.ask("release")
-        self.transfer.abandon()
+        self._let_go("release")
+        self._gathers.close()
 
-    def _let_go(self) -> None:
-        """Waits for the reductions of a backward, and releases the buffers that it gathered."""
+    def _let_go(self, request: Literal["finish", "release"]) -> None:
+        """Releases the gathered buffers; `finish` waits for the reductions of a backward first."""
         self._leave("")
-        self._events.ask("finish")
+        self._events.ask(request)
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
@@ -332,21 +330,19 @@ class ForwardBackward:
             raise RuntimeError(INSIDE)
         if self.status != "passed":
             for name, grad in zip(names, grads, strict=True):
-                if not name or grad is None:
-                    continue
-                if name not in self._seen.is_on:
-                    self._add(name, grad, unit)
-                    continue
-                for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
-                    home, buffer = self.plan.homes[own]
-                    if buffer.trainable:
-                        self._add(own, part, home.name)
+                if name in self._seen.is_on and grad is not None:
+                    for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
+                        self._add(own, part)
+                elif name and grad is not None:
+                    self._add(name, grad)
 
-    def _add(self, name: str, grad: Tensor, unit: str) -> None:
-        if not self._reductions.has_begun(unit, name):
-            self._events.ask("collect", unit, self.plan.homes[name][1].key)
-        self._reductions.add(name, grad, unit)
-        self.forwards.used.add(name)
+    def _add(self, name: str, grad: Tensor) -> None:
+        unit, buffer = self.plan.homes[name]
+        if buffer.trainable:
+            if not self._reductions.has_begun(unit.name, name):
+                self._events.ask("collect", unit.name, buffer.key)
+            self._reductions.add(name, grad, unit.name)
+            self.forwards.used.add(name)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""

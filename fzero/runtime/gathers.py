@@ -177,6 +177,11 @@ class Gathers:
                 raise self._was_changed(f"of {key!r}")
             self._give_back(flat, key)
 
+    def close(self) -> None:
+        """Drops what modules saw of compressed parameters, and the shards that are being loaded."""
+        self._seen.close()
+        self._transfer.abandon()
+
     def check_full(self) -> None:
         """Raises ValueError where a parameter that this rank holds in full was changed in place."""
         params, versions = self._params, self._versions

@@ -127,7 +127,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state),
+        seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
     return AccumulationWindow(state, work, buffers, before)
 
@@ -433,10 +433,10 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def seen_params(run: StepRuntime, state: State) -> SeenParams:
-    """What the model sees of compressed parameters with this state."""
+def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
+    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
     plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers)
+    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
 
 
 def quantizing(run: StepRuntime, state: State) -> Any:

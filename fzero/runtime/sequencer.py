@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
-from fzero.plans.plan import Plan, UnitPlan
+from fzero.plans.plan import Plan
 from fzero.plans.replay import Replay
 from fzero.plans.unit_orders import AGREED, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
@@ -26,8 +26,6 @@ from fzero.runtime.gathers import Gathers
 from fzero.runtime.learned import Learned
 from fzero.runtime.reductions import Reductions
 
-Action = tuple[Callable[..., object], Any]
-"""A function of a `Sequencer`, and its second argument."""
 PATIENCE = 20.0
 """If a rank must leave the learned order, it waits so many seconds for all others to leave it, too."""
 
@@ -49,12 +47,10 @@ class Sequencer:
         self._mesh, self._orders = mesh, learned.orders
         self._gathers, self._reductions = gathers, reductions
         self._units = {unit.name: unit for unit in plan.units}
+        self._flats = plan.flats
         here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
         make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
-        self._prepared = _Actions(plan)
-        self._replay = Replay(
-            make, learned.answers, self._prepared
-        )  # no method of this object: a cycle would keep the state
+        self._replay = Replay(make, learned.answers)
         self.phase: Phase = "forward"
         self._run: Run = ()
 
@@ -68,12 +64,13 @@ class Sequencer:
 
         *Collective* for the events that ranks agree on.
         """
-        for execute, what in self._replay.ask(request):
-            execute(self, what)
+        if events := self._replay.ask(request):
+            self.execute(events)
 
-    def _execute(self, events: Iterable[Event]) -> None:
-        for execute, what in self._prepared(events):
-            execute(self, what)
+    def execute(self, events: Iterable[Event]) -> None:
+        """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
+        for event in events:
+            EXECUTORS[event.kind](self, event.unit)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -87,16 +84,17 @@ class Sequencer:
             if self._orders.learn(run, events, is_whole=is_whole):
                 self._warn()
 
-    def _turn(self, _: None) -> None:
+    def _turn(self, _: str) -> None:
         self.phase = "backward"
 
-    def _gather(self, unit: UnitPlan) -> None:
-        with profiler_range("gather", unit.name):
-            self._gathers.start(unit, self.phase)
+    def _gather(self, name: str) -> None:
+        with profiler_range("gather", name):
+            self._gathers.start(self._units[name], self.phase)
 
-    def _reduce(self, unit: UnitPlan) -> None:
+    def _reduce(self, name: str) -> None:
+        unit = self._units[name]
         verb = "all_reduce" if unit.buffers[0].flow.reduces_to == "full" else "reduce_scatter"
-        with profiler_range(verb, unit.name):
+        with profiler_range(verb, name):
             self._reductions.start(unit, self.phase)
 
     # --- other ranks -----------------------------------------------------------------------------------------------
@@ -112,11 +110,11 @@ class Sequencer:
             rows = collectives.stack(row, self._mesh.world, label=Label("negotiate", phase=self.phase)).tolist()
             served = serve(rows, in_forward=scheduler.in_forward)
             if served is None:
-                self._execute(scheduler.agreed(END))
+                self.execute(scheduler.agreed(END))
                 continue
             if scheduler.in_forward and self._orders is not None:
                 self._orders.differ |= any(row != served for row in rows)
-            self._execute(scheduler.agreed(Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")))
+            self.execute(scheduler.agreed(Event(AGREED[served[0]], names[served[1]] if served[1] >= 0 else "")))
 
     def _depart(self) -> None:
         """Abandons the order if every rank needs an event that it lacks; the run is negotiated from here on.
@@ -135,7 +133,7 @@ class Sequencer:
         events = scheduler.depart(max(places))
         if self._orders.give_up(self._run):
             self._warn()
-        self._execute(events)
+        self.execute(events)
 
     def _warn(self) -> None:
         """Warns on rank 0, once per run, that its order is negotiated."""
@@ -148,34 +146,18 @@ class Sequencer:
             )
 
 
-class _Actions:
-    """From events to the functions that execute them, each with its unit; for a flat gradient the unit's name and the buffer."""
-
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-
-    @cached_property
-    def _targets(self) -> dict[tuple[bool, str], Any]:
-        units = self._plan.units
-        flats = {(True, buffer.key): (unit.name, buffer) for unit in units for buffer in unit.buffers}
-        return {(False, ""): None, **{(False, unit.name): unit for unit in units}, **flats}
-
-    def __call__(self, events: Iterable[Event]) -> tuple[Action, ...]:
-        return tuple((EXECUTORS[event.kind], self._targets[event.kind == "collect", event.unit]) for event in events)
-
-
-EXECUTORS: dict[str, Callable[[Sequencer, Any], object]] = {
+EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
     "gather": Sequencer._gather,
-    "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(unit),
-    "wait_gather": lambda work, unit: work._gathers.wait(unit),
-    "release": lambda work, unit: work._gathers.release(unit.name),
-    "drop_gather": lambda work, unit: work._gathers.drop(unit.name),
+    "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(work._units[unit]),
+    "wait_gather": lambda work, unit: work._gathers.wait(work._units[unit]),
+    "release": lambda work, unit: work._gathers.release(unit),
+    "drop_gather": lambda work, unit: work._gathers.drop(unit),
     "boundary": Sequencer._turn,
-    "collect": lambda work, flat: work._reductions.collect(*flat),
+    "collect": lambda work, key: work._reductions.collect(*work._flats[key]),
     "keep": Sequencer._reduce,
     "reduce": Sequencer._reduce,
     "end_reduce": lambda work, _: work._reductions.end_oldest(),
     "negotiate": lambda work, _: work._negotiate(),
     "depart": lambda work, _: work._depart(),
 }
-"""The function that executes each kind of event on tensors, from its unit."""
+"""The function that executes each kind of event on tensors."""

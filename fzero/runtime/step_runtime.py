@@ -86,6 +86,10 @@ class Stages(Protocol):
         """The first state with equal copies of tied layers."""
         ...
 
+    def observed(self, observe: Callable[[CommRecord], None], /) -> Self:
+        """The same stages, whose collectives are also reported to `observe`."""
+        ...
+
     def all_of(self, own: Mapping[str, Tensor], /, *, keep: bool) -> dict[str, Tensor]:
         """The tensors of all stages, by name."""
         ...

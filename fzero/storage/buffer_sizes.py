@@ -116,4 +116,4 @@ def staged_from_files(plan: Plan) -> int:
     grads = [in_file(buffer.grads) for buffer in plan.flat_buffers if buffer.trainable]
     wholes = [_away(b, plan, "nvme") for b in plan.flat_buffers if b.trainable and b.updates_whole]
     leaving = max(chain(grads, *wholes), default=0)
-    return 2 * max([*params, *map(sum, wholes)]) + MOST_LEAVING * leaving
+    return 2 * max([*params, *map(sum, wholes)], default=0) + MOST_LEAVING * leaving

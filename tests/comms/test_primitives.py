@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.comms import primitives
+from fzero.comms import collectives, primitives
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.codecs import quantize
 from fzero.comms.compression import compressed, error_feedback
@@ -515,3 +515,12 @@ def test_stacked_ranks_have_numbers_inside_of_each_only() -> None:
 def test_primitives_do_not_import_dynamo() -> None:
     program = "import sys, fzero.comms.stacked; assert 'torch._dynamo' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize("start", ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"])
+def test_a_started_collective_refuses_a_tensor_whose_gradient_it_would_lose(start: str) -> None:
+    x = torch.ones(2, 2, requires_grad=True)
+    how: dict[str, Any] = {"full_P": None} if start == "all_gather" else {}
+    for axis in (fzero.join(), TracedAxis(2, 0, "", is_nccl=False)):
+        with pytest.raises(ValueError, match=r"without gradients.*all_gather, reduce_scatter"):
+            getattr(collectives, f"start_{start}")(x, axis=axis, **how)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from fzero.deepspeed.compression import (
 from fzero.deepspeed.compression.basic_layer import Embedding_Compress, LinearLayer_Compress
 from fzero.deepspeed.compression.compress import student_initialization
 from fzero.deepspeed.compression.helper import recursive_getattr, recursive_setattr
+from fzero.deepspeed.missing import stand_in
+from fzero.deepspeed.names import Origin
 
 SHRINKING = {
     "row_pruning": technique({"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0),
@@ -117,3 +120,23 @@ def test_a_student_begins_with_its_teachers_layers() -> None:
     assert torch.equal(student.blocks[0].value.weight, teacher.blocks[1].value.weight)
     again = init_compression(net(1), settings(block), teacher_model=teacher)
     assert all(torch.equal(x, y) for x, y in zip(again.parameters(), student.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("basic_layer.QuantAct", "activation_quantization"),
+        ("basic_layer.ColumnParallelLinear_Compress", "ZeRO stage 3"),
+        ("basic_layer.RowParallelLinear_Compress", "ZeRO stage 3"),
+        ("utils.SymQuantizer", "fzero.compression.formulas has quantize"),
+        ("utils.TopKBinarizer", "top_share"),
+    ],
+)
+def test_classes_without_a_counterpart_say_what_to_use(name: str, says: str) -> None:
+    module, _, of_module = name.partition(".")
+    missing = stand_in(Origin(f"deepspeed.compression.{module}", of_module, "classes"))
+    assert not isinstance(torch.nn.Linear(1, 1), missing)
+    with pytest.raises(
+        NotImplementedError, match=rf"^deepspeed\.compression\.{module}\.{of_module}: .*{re.escape(says)}"
+    ):
+        missing()

@@ -91,13 +91,13 @@ def test_batches_by_tokens_are_deepspeed_s_but_for_the_last_sample(theirs: dict[
 
 def test_the_analyzer_writes_deepspeed_s_bytes(folder: Path) -> None:
     analyzer = DataAnalyzer(
-        VALUES, 2, batch_size=8, metric_names=["mod", "total"],  # type: ignore[arg-type]
-        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.max()])],
+        VALUES, 2, batch_size=5, metric_names=["mod", "total"],  # type: ignore[arg-type]
+        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.square().sum()])],
         metric_types=["single_value_per_sample", "accumulate_value_over_samples"], save_path=folder / "analyzed",
     )  # fmt: skip
     for analyzer.worker_id in (1, 0):
         analyzer.run_map()
     analyzer.run_reduce()
-    for path in (folder / "theirs" / "mod").glob("mod_*.bin"):
-        assert path.read_bytes() == (folder / "analyzed" / "mod" / path.name).read_bytes(), path.name
-    assert len([*(folder / "theirs" / "mod").glob("mod_*.bin")]) >= 4
+    endings = ("sample_to_metric", "index_to_metric", "index_to_sample", "index_to_sample_percentile_merged")
+    for name in (*(f"mod/mod_{ending}.bin" for ending in endings), "total/total_metric_value.bin"):
+        assert (folder / "theirs" / name).read_bytes() == (folder / "analyzed" / name).read_bytes(), name

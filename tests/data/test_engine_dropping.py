@@ -13,7 +13,7 @@ from training import make
 
 import fzero
 from fzero.config.config import ConfigError, ConfigWarning
-from fzero.data import RandomLTD, fixed_linear
+from fzero.data import RandomLTD, fixed_linear, theta
 from fzero.deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
 
 BLOCK = {
@@ -80,6 +80,22 @@ def _on_ranks(stage: int) -> list[float]:
 def test_the_batch_of_all_ranks_decides(ranks: RankPool) -> None:
     found = ranks(2, _on_ranks, 3)
     assert found[0] == found[1] and close(found[0], trained()[:4])
+
+
+def test_an_overflow_counts_for_curricula_and_not_for_kept_tokens() -> None:
+    """DeepSpeed's `global_steps` counts skipped steps; a state's counter of updates does not."""
+    keys = settings(0) | {"torch_autocast": {"enabled": True, "dtype": "float16"}}
+    keys |= {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
+    engine = convert_to_random_ltd(fzero.initialize(model=make(Net), config=keys)[0], Layer)
+    for factor in (1.0, float("inf"), 1.0):
+        engine.data_arguments()
+        engine.backward(engine.module(tokens(0)) * factor)
+        engine.step()
+    assert (engine.global_steps, engine.skipped_steps, int(engine.state.step)) == (3, 1, 2)
+    assert engine.get_pld_theta() == theta(2, limit=0.5, gamma=0.1)
+    assert (
+        engine.random_ltd_scheduler.state["current_steps"] == 1
+    )  # of the last forward: one update was applied before it
 
 
 def test_what_is_forgotten_or_wrong_is_said() -> None:

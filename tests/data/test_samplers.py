@@ -81,6 +81,8 @@ def test_each_admitted_sample_is_taken_equally_often_within_an_epoch_of_a_level(
         for start in range(0, len(taken) - len(admitted) + 1, len(admitted)):
             assert sorted(taken[start : start + len(admitted)]) == sorted(admitted)
         assert {*taken} <= admitted
+    last = levels[tuple(chosen.difficulties(59).values())]
+    assert last[: len(admitted)] != last[len(admitted) : 2 * len(admitted)]  # each epoch has an order of its own
 
 
 def test_batches_are_a_function_of_their_number() -> None:

@@ -9,6 +9,7 @@ import torch
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 from training import make
 
 import fzero
@@ -217,6 +218,24 @@ def test_a_simulation_by_vmap_is_that_of_ranks_in_turn(num_micro: int) -> None:
     assert close(lockstep(0, num_micro=num_micro, by="vmap")[0], lockstep(0, num_micro=num_micro)[0])
 
 
+def test_counted_flops_of_a_layer_follow_its_kept_tokens() -> None:
+    """Forward and backward: three times 2·r·D·4D in its matrices and 2·2·r²·D in attention, per sample."""
+
+    def counted(kept: int) -> int:
+        ltd = RandomLTD(layers=[1, 2], schedule=fixed_linear(kept, kept, steps=1, multiple=1), mask="mask")
+        step = fzero.make_train_step(net(ltd), settings(0))
+        state = step.init()
+        with FlopCounterMode(display=False) as counter:
+            step(state, tokens(0))
+        return int(counter.get_total_flops())
+
+    def of_layer(kept: int) -> int:
+        return 3 * BATCH * (2 * kept * WIDTH * 4 * WIDTH + 2 * 2 * kept**2 * WIDTH)
+
+    for kept in (2, 4):
+        assert counted(LENGTH) - counted(kept) == 2 * (of_layer(LENGTH) - of_layer(kept))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_micro", [1, 2])
 def test_one_graph_for_each_length(num_micro: int) -> None:
@@ -227,6 +246,17 @@ def test_one_graph_for_each_length(num_micro: int) -> None:
         losses.append(metrics.loss.item())
     assert close(losses, trained(stage=3, num_micro=num_micro))
     assert step.program is not None and len(step.program.compiled.graphs) == 4 + (num_micro > 1)
+
+
+@pytest.mark.long
+def test_a_captured_simulation_drops_the_same_tokens() -> None:
+    step = fzero.make_train_step(net(), settings(2, 1, 2), mesh=fzero.comms.AbstractAxis("data", 2, backend="gloo"))
+    ranks = fzero.simulate(step, 2, by="vmap", compile="aot_eager")
+    state, losses = ranks.init(), []
+    for index in range(3):
+        state, metrics = ranks(state, tokens(index).view(2, BATCH // 2, LENGTH))
+        losses.append(metrics.loss.item())
+    assert close(losses, trained(3))
 
 
 @pytest.mark.long

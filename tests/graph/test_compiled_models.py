@@ -641,3 +641,35 @@ def test_when_a_rank_is_killed_in_a_compiled_step_the_other_ends_by_itself_and_s
 
 if __name__ == "__main__":
     run_rank(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+
+
+# --- generation --------------------------------------------------------------------------------------------------
+
+
+def _generated(how: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """The tokens of a GPT-2 before its step is made, after two steps, and with the weights of the state."""
+    torch.manual_seed(0)
+    model = _quiet(MODELS["gpt2"])()
+    names, prompt = set(vars(model)), text(0)["input_ids"][:2, :4]
+
+    def generate() -> Tensor:
+        with torch.no_grad():
+            return model.eval().generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0)  # type: ignore[operator]
+
+    before = generate()
+    step = fzero.make_train_step(model.train(), config(3, optimizer={"type": "SGD", "params": {"lr": 2.0}}), **how)
+    state = step.init()
+    for index in range(2):
+        state, _ = step(state, text(index))
+    assert set(vars(model)) == names, "the model holds nothing of the capture"
+    after = generate()
+    with fzero.generating(step, state):
+        return before, after, generate()
+
+
+@pytest.mark.long
+def test_a_model_generates_as_before_when_its_step_is_a_graph() -> None:
+    before, after, trained = _generated(AOT)
+    assert torch.equal(before, after)
+    assert torch.equal(trained, _generated({})[2])
+    assert not torch.equal(trained, before), "two steps have changed what it says"

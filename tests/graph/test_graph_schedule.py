@@ -9,7 +9,7 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import pytest
@@ -728,14 +728,16 @@ def test_the_schedule_runs_as_it_is(fake_group: None) -> None:
     assert liveness(graph).peak_gathered_numel == 32
 
 
-def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
+def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls that it writes, without the kernels, which take long to compile."""
+    from torch._inductor import config as inductor
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import run_and_get_code
 
-    step, args = compiled_step()
-    traced = tracing.trace(step, args, nn.Module())
-    tensors = optree.tree_leaves(args)
-    (run, graph), (code, *_) = run_and_get_code(make_runner, "inductor", traced.module, PassOptions())
-    traced.call(run, tensors)
+    monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: None)
+    traced = tracing.trace(*compiled_step(), nn.Module())
+    with inductor.patch({"cpp.vec_isa_ok": False, "force_disable_caches": True}):  # no compiler is asked what it can do
+        (_, graph), (code, *_) = run_and_get_code(make_runner, "inductor", traced.module, PassOptions())
     calls = {
         "= torch.ops._c10d_functional.all_gather_into_tensor.default(": "+",
         "= torch.ops._c10d_functional.reduce_scatter_tensor.default(": "-",
@@ -746,6 +748,32 @@ def test_inductor_keeps_the_order_that_was_pinned(fake_group: None) -> None:
     order = "".join(letter for line in lines for call, letter in calls.items() if call in line)
     assert order == letters(graph).replace("c", "") and order.count("+") == 10
     assert liveness(graph).peak_gathered_numel == 32
+
+
+def test_inductor_runs_what_it_wrote(fake_group: None) -> None:
+    """A step of matrix products and writes into its arguments, which has no kernel of its own."""
+
+    def step(first: Tensor, second: Tensor) -> Tensor:
+        product = first @ second
+        first.copy_(second @ product)
+        return product @ first
+
+    def run_by(backend: Literal["inductor", "aot_eager"]) -> list[Tensor]:
+        given = torch.arange(16.0).view(4, 4), torch.eye(4).roll(1, 0)
+        traced = tracing.trace(step, given, nn.Module())
+        run, _ = make_runner(backend, traced.module, PassOptions())
+        return [traced.call(run, list(given)), *given]
+
+    for found, expected in zip(run_by("inductor"), run_by("aot_eager"), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.long
+def test_inductor_compiles_the_kernels_of_a_step(fake_group: None) -> None:
+    step, args = compiled_step()
+    traced = tracing.trace(step, args, nn.Module())
+    run, _ = make_runner("inductor", traced.module, PassOptions())
+    traced.call(run, optree.tree_leaves(args))
 
 
 def trace(step: Callable[..., Any], *args: Tensor) -> Any:

@@ -104,7 +104,7 @@ def run(python: str, *arguments: str, cwd: Path, code: int = 0) -> str:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("COV_")}
     environment["PYTHONPATH"] = str(ROOT)
     command = [python, *arguments]
-    ended = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=600)
     assert ended.returncode == code, ended.stderr
     return ended.stdout + ended.stderr
 

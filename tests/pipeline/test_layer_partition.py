@@ -79,6 +79,7 @@ costs = st.builds(
     st.integers(0, 9),
     state_nbytes=st.integers(0, 9),
     stored_nbytes=st.integers(0, 9),
+    working_nbytes=st.integers(0, 9),
 )
 
 

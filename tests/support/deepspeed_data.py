@@ -52,7 +52,7 @@ def main(folder: Path) -> None:
         found["theta"].append(float(drop.get_theta()))
     analyzer = DataAnalyzer(
         VALUES, batch_size=8, metric_names=["mod", "total"],
-        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.max()])],
+        metric_functions=[torch.as_tensor, lambda batch: torch.stack([batch.sum(), batch.square().sum()])],
         metric_types=["single_value_per_sample", "accumulate_value_over_samples"], metric_dtypes=[torch.int64] * 2,
         save_path=str(folder / "theirs"),
     )  # fmt: skip

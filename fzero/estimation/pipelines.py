@@ -1,0 +1,324 @@
+"""`plan_pipeline`: stages, bubble, seconds and bytes of a pipeline, predicted from a trace of the model, for any number of ranks.
+
+    planned = plan_pipeline(model, cfg, stages=8, world_size=1024, batch=batch, micro_batches=64)
+    print(planned)                            # a row for each stage; the bubble, the seconds, the largest stage
+
+1. A trace (`trace_activations`) gives the operators of one micro-batch. They are divided among *layers*: the units of the plan,
+   in the order in which the forward uses them (`layer_costs`). A unit that is used in two places is two layers.
+2. The layers are cut so that the slowest stage is fastest (`partition_by_cost`), or by given bounds.
+3. The timeline of an order (`fzero.pipeline.timeline`) gives the seconds and the bytes. After its last backward, each stage
+   reduces its gradients over its data ranks. The update itself takes no time here.
+
+The ZeRO stage is 0 or 1: in stages 2 and 3 every micro-batch would reduce or gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group
+from rich.table import Table
+from torch import nn
+
+from fzero.common.text_tables import as_text, scale_of, shown
+from fzero.config.config import Config, ConfigError
+from fzero.config.files import changed
+from fzero.estimation.activation_trace import trace_activations
+from fzero.estimation.compare import keys_of, quietly
+from fzero.estimation.ledger import Device
+from fzero.estimation.pipeline_layers import PlannedLayers, layer_costs, sizes_of_modules
+from fzero.pipeline.order_check import plan_order
+from fzero.pipeline.orders import Order, PipeOrder
+from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
+from fzero.pipeline.timeline import Timeline, chunk_costs, predict
+from fzero.plans.machine_model import MachineModel
+from fzero.plans.plan import plan
+from fzero.runtime.loss import LossFn
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePlan:
+    """One step in a pipeline, as predicted. `print(planned)` shows its stages.
+
+    Attributes:
+        layers: of the model.
+        bounds: of the layers in chunks.
+        timeline: of one data rank.
+        reduces: by stage, the seconds in which it reduces gradients after its last backward.
+    """
+
+    layers: PlannedLayers = field(repr=False)
+    bounds: Bounds
+    timeline: Timeline = field(repr=False)
+    reduces: tuple[float, ...] = field(repr=False)
+
+    @property
+    def order(self) -> PipeOrder:
+        """The order of the pipeline."""
+        return self.timeline.order
+
+    @property
+    def seconds(self) -> float:
+        """The duration of a step without its update."""
+        ends = (spans[-1].stop if spans else 0.0 for spans in self.timeline.spans)
+        return max(end + after for end, after in zip(ends, self.reduces, strict=True))
+
+    @property
+    def bubble(self) -> float:
+        """The share of the stages' time in which they wait for each other."""
+        return self.timeline.bubble
+
+    @property
+    def nbytes(self) -> int:
+        """The peak bytes of the stage that needs most."""
+        return max(self.timeline.nbytes)
+
+    def numel(self, stage: int) -> int:
+        """The parameters of a stage."""
+        return sum(sum(self.layers.numels[a:b]) for a, b in self._ranges(stage))
+
+    def _ranges(self, stage: int) -> list[tuple[int, int]]:
+        return [(self.bounds[chunk], self.bounds[chunk + 1]) for chunk in self.order.chunks_of(stage)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The numbers as JSON types."""
+        timeline = self.timeline
+        return {
+            "stages": self.order.stages,
+            "data": self.layers.data,
+            "order": self.order.name,
+            "micro_batches": self.order.micro_batches,
+            "bounds": list(self.bounds),
+            "layers": list(self.layers.names),
+            "seconds": self.seconds,
+            "bubble": self.bubble,
+            "nbytes": self.nbytes,
+            "by_stage": [
+                {
+                    "parameters": self.numel(stage),
+                    "state": timeline.state[stage],
+                    "stored": timeline.stored[stage],
+                    "peak": timeline.nbytes[stage],
+                    "in_flight": self.order.in_flight[stage],
+                    "sent": timeline.sent[stage],
+                    "busy": timeline.busy(stage),
+                    "reduces": self.reduces[stage],
+                }
+                for stage in range(self.order.stages)
+            ],
+        }
+
+    def draw(self) -> Figure:
+        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `demo`)."""
+        from fzero.pipeline.picture import draw_timeline
+
+        return draw_timeline(self.timeline)
+
+    def __rich__(self) -> Group:
+        timeline, order = self.timeline, self.order
+        scale, unit = scale_of(self.nbytes)
+        ranks = order.stages * self.layers.data
+        where = f"{order.stages} stages × {self.layers.data} data ranks = {ranks} ranks"
+        title = f"{order.name}: {where}, {order.micro_batches} micro-batches"
+        table = Table(title=title, title_justify="left", box=None)
+        for name in ("stage", "layers"):
+            table.add_column(name, no_wrap=True)
+        sizes_of = (f"{name}, {unit}" for name in ("state", "stored", "peak", "sent"))
+        words = ("parameters", "in flight", *sizes_of, "busy", "reduces, s")
+        for name in words:
+            table.add_column(name, justify="right", no_wrap=True)
+        for stage in range(order.stages):
+            layers = ", ".join(self._words(start, stop) for start, stop in self._ranges(stage))
+            sizes = (timeline.state, timeline.stored, timeline.nbytes, timeline.sent)
+            table.add_row(
+                *(str(stage), layers, f"{self.numel(stage):,}", str(order.in_flight[stage])),
+                *(shown(size[stage], scale) for size in sizes),
+                f"{timeline.busy(stage) / timeline.seconds:.1%}",
+                f"{self.reduces[stage]:.3g}",
+            )
+        return Group(table, "", f"{self.description}.")
+
+    def _words(self, start: int, stop: int) -> str:
+        if stop - start < 2:
+            return self.layers.names[start] if stop > start else "none"
+        return f"{self.layers.names[start]} to {self.layers.names[stop - 1]}"
+
+    @property
+    def description(self) -> str:
+        """The result in a sentence."""
+        scale, unit = scale_of(self.nbytes)
+        largest = self.timeline.nbytes.index(self.nbytes)
+        return (
+            f"Bubble {self.bubble:.1%}, {self.seconds:.3g} s for a step without its update; the most is on stage {largest}, "
+            f"{self.nbytes / scale:.3g} {unit}"
+        )
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def plan_pipeline(
+    model: nn.Module,
+    cfg: Any = None,
+    *,
+    stages: int,
+    world_size: int,
+    batch: Any,
+    micro_batches: int | None = None,
+    order: Order | str = "1f1b",
+    bounds: Sequence[int] | None = None,
+    device_nbytes: float = math.inf,
+    machine: MachineModel | None = None,
+    loss_fn: LossFn | None = None,
+    device: Device = "cuda",
+) -> PipelinePlan:
+    """A step of a pipeline over `stages` × `world_size / stages` ranks, as predicted.
+
+    Args:
+        model: any module; on `meta` it holds no weights. Its units are the layers.
+        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Without a ZeRO stage it is 1.
+        stages: p.
+        world_size: number of ranks, p times those that share a stage.
+        batch: one rank's samples of a micro-batch, possibly on `meta`.
+        micro_batches: m; by default `gradient_accumulation_steps`, or 4 p if that is 1.
+        order: see `plan_order`.
+        bounds: of the units in chunks; None cuts them so that the slowest stage is fastest.
+        device_nbytes: the memory of a rank, which None of the stages may exceed if fzero cuts.
+        machine: the rates of one rank.
+        loss_fn: see `make_train_step`.
+        device: where the model is.
+
+    Raises:
+        ConfigError: stages 2 and 3 of ZeRO; stages that do not divide the ranks; more stages than layers.
+        OrderError: the order is wrong.
+        ValueError: nothing fits; the model does not run on that batch.
+    """
+    planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
+    return planner.planned(
+        stages, world_size, micro_batches=micro_batches, order=order, bounds=bounds, device_nbytes=device_nbytes
+    )
+
+
+class PipelinePlanner:
+    """Plans pipelines of one model, which is traced once. Arguments as for `plan_pipeline`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cfg: Any,
+        batch: Any,
+        *,
+        machine: MachineModel | None = None,
+        loss_fn: LossFn | None = None,
+        device: Device = "cuda",
+    ) -> None:
+        keys = keys_of(cfg)
+        if "stage" not in (keys.get("zero_optimization") or {}):
+            keys = changed(keys, {"zero_optimization": {"stage": 1}})
+        self.model, self.keys, self.machine = model, keys, machine or MachineModel()
+        self.cfg = quietly(keys)
+        if (stage := self.cfg.zero_optimization.stage) > 1:
+            raise ConfigError(
+                f"zero_optimization.stage: must be 0 or 1 with a pipeline, got {stage}, which would communicate in every "
+                "micro-batch; set stage to 1"
+            )
+        with sizes_of_modules(model) as self.sizes:
+            self.trace = trace_activations(model, self.cfg, batch, loss_fn=loss_fn, device=device)
+
+    def layers(self, data: int) -> PlannedLayers:
+        """The layers on one of `data` ranks that share a stage."""
+        planned = plan(self.model, self._config_of_one, world_size=data)
+        return layer_costs(planned, self.trace, self.machine, self.sizes)
+
+    @property
+    def _config_of_one(self) -> Config:
+        """The configuration without numbers of samples, which are those of all ranks together."""
+        sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        # Gradients are kept from one micro-batch to the next, as with gradient accumulation.
+        return self.cfg.model_copy(update=dict.fromkeys(sizes) | {"gradient_accumulation_steps": 2})
+
+    def planned(
+        self,
+        stages: int,
+        world_size: int,
+        *,
+        micro_batches: int | None = None,
+        order: Order | str = "1f1b",
+        bounds: Sequence[int] | None = None,
+        device_nbytes: float = math.inf,
+    ) -> PipelinePlan:
+        """One pipeline; see `plan_pipeline`."""
+        if world_size % stages:
+            raise ConfigError(
+                f"pipeline: stages must divide the number of ranks, {world_size}, got {stages}; use another number of either"
+            )
+        steps = self.cfg.gradient_accumulation_steps or 1
+        number = micro_batches or (steps if steps > 1 else 4 * stages)
+        planned = plan_order(order, stages, number)
+        layers = self.layers(world_size // stages)
+        if bounds is None:
+            if len(layers.costs) < planned.num_chunks:
+                raise ConfigError(
+                    f"pipeline: stages (times chunks of each) must be at most the number of layers, {len(layers.costs)}, got "
+                    f"{planned.num_chunks}; use fewer stages"
+                )
+            held = [_held(planned, chunk) for chunk in range(planned.num_chunks)]
+            limit = device_nbytes if planned.num_chunks == stages else device_nbytes * stages / planned.num_chunks
+            found = partition_by_cost(layers.costs, planned.num_chunks, in_flight=held, nbytes=limit)
+        else:
+            found = check_bounds(bounds, len(layers.costs), planned.num_chunks)
+        timeline = predict(
+            planned, chunk_costs(layers.costs, found), bandwidth=self.machine.network, latency=self.machine.latency
+        )
+        sent = [sum(layers.sent[found[chunk] : found[chunk + 1]]) for chunk in range(planned.num_chunks)]
+        reduces = tuple(
+            sum(sent[chunk] for chunk in planned.chunks_of(stage)) / self.machine.network for stage in range(stages)
+        )
+        return PipelinePlan(layers, found, timeline, reduces)
+
+
+def _held(order: PipeOrder, chunk: int) -> int:
+    """How many micro-batches a chunk stores: its part of those of its stage."""
+    stage = order.stage_of[chunk]
+    return -(-(order.in_flight[stage] + order.waiting[stage]) // len(order.chunks_of(stage)))
+
+
+# --- which number of stages ------------------------------------------------------------------------------------------------
+
+
+def best_pipelines(
+    model: nn.Module,
+    cfg: Any,
+    batch: Any,
+    *,
+    world_size: int,
+    device_nbytes: float,
+    machine: MachineModel | None = None,
+    loss_fn: LossFn | None = None,
+    device: Device = "cuda",
+    order: Order | str = "1f1b",
+) -> tuple[PipelinePlan, ...]:
+    """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
+
+    Each has the same samples in a step as the data-parallel job: p times its micro-batches, on 1/p of its data ranks.
+    """
+    planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
+    steps, found = planner.cfg.gradient_accumulation_steps or 1, list[PipelinePlan]()
+    for stages in (number for number in range(2, world_size + 1) if world_size % number == 0):
+        try:
+            found.append(
+                planner.planned(
+                    stages, world_size, micro_batches=stages * steps, order=order, device_nbytes=device_nbytes
+                )
+            )
+        except ConfigError:
+            break  # more stages than layers
+        except ValueError:
+            continue  # does not fit
+    return tuple(sorted((one for one in found if one.nbytes <= device_nbytes), key=lambda one: one.seconds))

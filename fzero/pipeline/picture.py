@@ -1,0 +1,69 @@
+"""The picture of an order: stages × time, with every forward and backward, and the bytes that each stage stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fzero.common.text_tables import scale_of
+from fzero.pipeline.orders import short
+from fzero.pipeline.timeline import Timeline, stored_over_time
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLORS = {"forward": "#5b7fa6", "backward": "#c98b5b", "backward_input": "#c98b5b", "backward_weight": "#7fb08a"}
+WORDS = {
+    "forward": "F",
+    "backward": "B",
+    "backward_input": "I: B of the input",
+    "backward_weight": "W: B of the weights",
+}
+MOST_LABELS = 400
+"""Beyond so many events their names are left out."""
+
+
+def draw_timeline(timeline: Timeline, title: str = "") -> Figure:
+    """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `demo`).
+
+    Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    order, lanes = timeline.order, range(timeline.order.stages)
+    figure = Figure(figsize=(11, 1.4 + 0.55 * order.stages), layout="constrained")
+    axes = figure.subplots()
+    has_labels = sum(map(len, timeline.spans)) <= MOST_LABELS
+    for stage in lanes:
+        chunks = order.chunks_of(stage)
+        for event, start, stop in timeline.spans[stage]:
+            shade = 1 - 0.55 * (len(chunks) - 1 - chunks.index(event.chunk)) / len(chunks)
+            bar: dict[str, Any] = {"color": COLORS[event.kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.5}
+            axes.barh(stage, stop - start, left=start, height=0.8, **bar)
+            if has_labels:
+                where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
+                axes.text((start + stop) / 2, stage, short(event)[1:], **where)
+    _draw_stored(axes, timeline, lanes)
+    scale, unit = scale_of(max(timeline.stored, default=0) or 1)
+    ticks = [f"stage {stage}\n{timeline.stored[stage] / scale:.3g} {unit}" for stage in lanes]
+    axes.set_yticks(list(lanes), ticks, fontsize=8)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds", xlim=(0, timeline.seconds))
+    axes.spines[["top", "right"]].set_visible(False)
+    text = f"{order.name}, {order.micro_batches} micro-batches: {timeline.seconds:.3g} s, bubble {timeline.bubble:.1%}"
+    axes.set_title(title or text, loc="left", fontsize=10, fontweight="bold")
+    kinds = dict.fromkeys(span.event.kind for spans in timeline.spans for span in spans)
+    figure.legend(
+        handles=[Patch(color=COLORS[kind], label=WORDS[kind]) for kind in kinds],
+        loc="outside right upper", frameon=False, fontsize=8,
+    )  # fmt: skip
+    return figure
+
+
+def _draw_stored(axes: Any, timeline: Timeline, lanes: Sequence[int]) -> None:
+    most = max(timeline.stored, default=0)
+    for stage in lanes if most else ():
+        times, stored = zip(*stored_over_time(timeline, stage), strict=True)
+        heights = [stage + 0.4 - 0.8 * nbytes / most for nbytes in stored]
+        axes.plot(times, heights, drawstyle="steps-post", color="black", linewidth=0.8)

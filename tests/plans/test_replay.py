@@ -1,0 +1,88 @@
+"""`Replay` answers as the scheduler does, whatever came before, and makes none for requests that repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import nn
+from training import Plain, config, make
+
+import fzero
+from fzero.plans import replay
+from fzero.plans.replay import Memory, Replay, Request
+from fzero.plans.unit_orders import Event, early
+from fzero.plans.unit_rules import UnitRules
+from fzero.plans.unit_scheduler import UnitScheduler
+from fzero.runtime import sequencer
+
+RULES = {stage: fzero.plan(make(Plain), config(stage), world_size=2).unit_rules for stage in (1, 3)}
+UNITS = list(RULES[3].units)
+windows = st.lists(st.sampled_from(UNITS), min_size=1, max_size=4).map(tuple)
+
+
+def requests_of(rules: UnitRules, visits: Sequence[str], orders: Sequence[Any]) -> Iterator[Request]:
+    """The requests of a forward and a backward."""
+    forward, backward = orders
+    yield from (("begin", forward), ("begin_forward", True))
+    yield from (("enter", unit) for unit in visits)
+    yield from (("boundary",), ("begin", backward))
+    yield "begin_backward", True, frozenset((unit, visits.count(unit)) for unit in visits)
+    for unit in reversed(visits):
+        yield "need", unit
+        yield from (("collect", unit, grad.key) for grad in rules.units[unit].grads)
+        yield "end_visit", unit
+    yield from (("end_backward",), ("finish",))
+
+
+def learned(rules: UnitRules, visits: Sequence[str]) -> list[Any]:
+    """The orders that a first step of one rank learns."""
+    scheduler, orders = UnitScheduler(rules, is_alone=True), []
+    for request in requests_of(rules, visits, (None, None)):
+        getattr(scheduler, request[0])(*request[1:])
+        if request[0] == "boundary":
+            orders.append(tuple(scheduler.executed))
+    return [*orders, early(scheduler.executed[len(orders[0]) :], rules.may_start_early)]
+
+
+@pytest.mark.parametrize("stage", RULES)
+@given(st.lists(windows, min_size=1, max_size=4), windows, st.integers(0, 12))
+def test_a_replay_answers_as_the_scheduler_does(
+    stage: int, steps: list[tuple[str, ...]], first: tuple[str, ...], most: int
+) -> None:
+    rules, memory = RULES[stage], Memory()
+    orders = learned(rules, first)
+    with patch.object(replay, "MOST_ANSWERS", 10 * most):
+        for visits in [*steps, *steps]:
+            scheduler = UnitScheduler(rules, is_alone=True)
+            one = Replay(partial(UnitScheduler, rules, is_alone=True), memory)
+            for request in requests_of(rules, visits, orders):
+                expected = getattr(scheduler, request[0])(*request[1:]) or ()
+                found = one.ask(request)
+                assert (found, one.in_forward) == (expected, scheduler.in_forward)
+                if Event("depart") in expected:
+                    assert one.scheduler.depart(scheduler.place) == scheduler.depart(scheduler.place)
+    assert memory.num_answers <= 10 * most
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_steps_make_no_scheduler_once_their_requests_are_known(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(*args: Any, **how: Any) -> UnitScheduler:
+        made[-1] += 1
+        return UnitScheduler(*args, **how)
+
+    monkeypatch.setattr(sequencer, "UnitScheduler", counted)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    step = fzero.make_train_step(model, config(stage), loss_fn=lambda m, x: m(x).square().mean(), units=["0", "1", "2"])
+    state = step.init()
+    for _ in range(5):
+        made.append(0)
+        state, _ = step(state, torch.randn(8, 4))
+    assert made[0] and not any(made[2:])
