@@ -82,6 +82,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
         self._lacks_loss = False
+        self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
         self._direct = DirectBackward(self._collects, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
@@ -265,7 +266,14 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def _following(self) -> TrainStep:
         """The step with the present numbers of the param groups."""
         step, groups = self.active_step(), self.hyper
-        return step.following([lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups))
+        rates, others = [lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups)
+        if others is None and self._followed is not None:
+            known, *same = self._followed
+            if rates == known and any(step is one for one in same):
+                return same[-1]
+        made = step.following(rates, others)
+        self._followed = (rates, step, made)
+        return made
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there are none."""
