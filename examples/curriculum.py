@@ -1,6 +1,6 @@
 """A small GPT with a curriculum of lengths, and with random layer-token dropping, beside the plain run at equal counted FLOPs.
 
-    python examples/curriculum.py                     # about a minute on one core
+    python examples/curriculum.py                     # about two minutes on one core
     python examples/curriculum.py --steps 20 --seeds 2 --times 0
 
 1. The plain run trains `--steps` updates on sequences of 64 bytes; their FLOPs are counted by torch's counter.
@@ -155,7 +155,7 @@ def main(num_steps: int, num_seeds: int, repeats: int, out: Path) -> dict[str, l
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=60, help="updates of the plain run")
+    parser.add_argument("--steps", type=int, default=120, help="updates of the plain run")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--times", type=int, default=5, help="repeated steps of the time measurement; 0 measures none")
     parser.add_argument("--out", type=Path, default=Path("out"))
