@@ -6,6 +6,7 @@
     make demo ARGS="--comm-hooks zero++"        quantized communication, compared with an exact run
     make demo ARGS="--offload nvme"             optimizer state in files, under --out; the same numbers
     make demo ARGS="--save out/saved"           saves there every 100 steps, and resumes from there
+    make demo ARGS="--pipe 2"                   a pipeline of two stages (examples/pipeline.py)
     make demo ARGS="--config my.json"           a configuration file, such as DeepSpeed's
     fzero --num_procs 2 examples/train_gpt.py --stage 2    started like any script, on one machine or on many
 
@@ -65,6 +66,9 @@ def parse_options() -> argparse.Namespace:
         "--offload", choices=("host", "nvme"), help="memory of the optimizer state, instead of the device"
     )
     parser.add_argument("--config", type=Path, metavar="FILE", help="a configuration, instead of stage and dtype")
+    parser.add_argument(
+        "--pipe", type=int, metavar="STAGES", help="train as a pipeline of so many stages, in ZeRO stage 1"
+    )
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
     parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")
@@ -72,6 +76,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
     parser.add_argument("--save", type=Path, metavar="DIR", help="save there every 100 steps, and resume from there")
     options = parser.parse_args()
+    if options.pipe and options.ranks % options.pipe:
+        parser.error(f"--ranks must be a multiple of the {options.pipe} stages of --pipe, got {options.ranks}")
+    others = ("stage", "dtype", "comm_hooks", "offload", "config", "save")
+    if options.pipe and any(getattr(options, name) is not None for name in others):
+        parser.error("--pipe trains in fp32 and ZeRO stage 1; leave out --stage, --dtype and the like")
     if options.config and (options.stage is not None or options.dtype or options.comm_hooks or options.offload):
         parser.error(
             "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave out --stage, "
@@ -337,4 +346,9 @@ if __name__ == "__main__":
     options = parse_options()
     if fzero.launched() is None:
         raise SystemExit(launch(options.ranks))
+    if options.pipe:
+        import pipeline  # which imports this module
+
+        pipeline.train(options.pipe, steps=options.steps, size=SIZES[options.size], seed=options.seed)
+        raise SystemExit
     train(options)  # one of the ranks, started by `launch`, or by fzero, torchrun, mpirun or srun

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fzero.engine.module import HoldsModule
 from fzero.generation.gathered_model import generating
 from fzero.generation.lora import lora_params
+from fzero.plans.units import blocks_of
 
 PARTS = ("gather", "generate", "training")
 
@@ -138,6 +139,32 @@ class Generates(HoldsModule):
     def all_lora_params(self) -> list[list[Any]]:
         """[right matrix, left matrix, scale, weight] of each LoRA layer with DeepSpeed-Chat's attributes."""
         return lora_params(self.module)
+
+    @property
+    def layer_params(self) -> list[list[nn.Parameter]]:
+        """The parameters of each repeated block of the module."""
+        return [list(self.module.get_submodule(name).parameters()) for name in blocks_of(self.module)]
+
+    @property
+    def layer_lora_params(self) -> list[list[Any]]:
+        """[right matrix, left matrix, scale] of the LoRA layers in each repeated block, one after the other."""
+        blocks = (self.module.get_submodule(name) for name in blocks_of(self.module))
+        return [[one for found in lora_params(block) for one in found[:-1]] for block in blocks]
+
+    def prepare_shared_prefill(self, source_batch_size: int, repeats: int, prompt_length: int) -> None:
+        """Raises: the keys and values of a prompt are the model's own, and no memory of the engine's holds them.
+
+        Raises:
+            RuntimeError: always, as upstream does where its kernels do not run.
+        """
+        raise RuntimeError(
+            f"engine.prepare_shared_prefill: needs a workspace of kernels for {source_batch_size} prompts, and there is none; "
+            f"call engine.generate(..., num_return_sequences={repeats}) of transformers, or n_samples_per_prompt of a rollout"
+        )
+
+    def repeat_shared_prefill_cache(self, source_batch_size: int, repeats: int) -> None:
+        """Raises as `prepare_shared_prefill` does."""
+        self.prepare_shared_prefill(source_batch_size, repeats, 0)
 
     def release_inference_cache(self) -> None:
         """Does nothing: no memory is kept after `generate`."""

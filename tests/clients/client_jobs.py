@@ -207,6 +207,8 @@ def of_grpo(folder: Path, model: Path, stage: int) -> Found:
 def _accelerated(folder: Path, model: Path, stage: int, *, lora: bool) -> Found:
     """A loop by hand with accelerate."""
 
+    rates = []
+
     def run(start: int, load: bool) -> tuple[list[float], Any, Any]:
         set_seed(1)
         keys = config(stage) | {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
@@ -230,6 +232,7 @@ def _accelerated(folder: Path, model: Path, stage: int, *, lora: bool) -> Found:
                 break
             loss = own(**batch).loss
             accelerator.backward(loss)
+            rates.append(optimizer.param_groups[0]["lr"])
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
@@ -253,23 +256,23 @@ def _accelerated(folder: Path, model: Path, stage: int, *, lora: bool) -> Found:
     resumed, own, _ = run(HALF, True)
     own.destroy()
     reset()
-    found = {"losses": losses, "resumed": resumed}
+    found = {"losses": losses, "resumed": resumed, "rates": rates[:STEPS]}
     return found | {"adapters": adapters(model, folder / "saved")} if lora else found
 
 
 def of_accelerate(folder: Path, model: Path, stage: int) -> Found:
     found = _accelerated(folder, model, stage, lora=False)
-    return found | ({"step": _own(model, stage)} if is_alias() else {})
+    return found | ({"step": _own(model, stage, found["rates"])} if is_alias() else {})
 
 
-def _own(model: Path, stage: int) -> list[float]:
+def _own(model: Path, stage: int, rates: list[float]) -> list[float]:
     """The losses of `fzero.make_train_step` on the batches that accelerate's loader gives each rank."""
     import fzero
 
     keys = {"zero_optimization": config(stage)["zero_optimization"], "gradient_clipping": 1.0}
     keys["optimizer"] = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}}
     own = AutoModelForCausalLM.from_pretrained(model)
-    step = fzero.make_train_step(own, keys, lr_schedule=lambda n: 1e-2 / (1 + n))
+    step = fzero.make_train_step(own, keys, lr_schedule=lambda n: rates[min(n, STEPS - 1)])
     state, losses = step.init(), []
     for number in range(STEPS):
         first = 2 * (2 * number + step.rank)

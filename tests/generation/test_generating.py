@@ -245,13 +245,14 @@ def test_fuse_lora_is_pure_and_refuses_a_shared_matrix() -> None:
         fuse_lora(model, params)
 
 
+@pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("kind", [{}, {"use_dora": True}, {"use_rslora": True}])
-def test_adapters_of_peft_are_merged_and_stay_as_they_are(kind: dict[str, Any]) -> None:
+def test_adapters_of_peft_are_merged_and_stay_as_they_are(kind: dict[str, Any], stage: int) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.LoraConfig(
         r=2, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True, init_lora_weights=False, **kind
     )
-    step, state = _made(1, peft.get_peft_model(gpt2(), adapted))
+    step, state = _made(stage, peft.get_peft_model(gpt2(), adapted))
     x, before = ids(3), step.gather(state)
     with fzero.generating(step, state) as model:
         merged = model.eval()(input_ids=x).logits

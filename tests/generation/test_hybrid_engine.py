@@ -98,8 +98,21 @@ def test_lora_is_merged_in_copies_alone() -> None:
     engine.fuse_lora_weight()
     assert engine.is_lora_fused and len(engine.all_lora_params) == 2
     assert engine.all_lora_params[0][3] is engine.module[0].weight
+    engine.unfuse_lora_weight_non_pinned()
+    assert not engine.is_lora_fused
+    engine.fuse_lora_weight()
     engine.unfuse_lora_weight()
     assert not engine.is_lora_fused
+    layers = [engine.module[0], engine.module[1]]
+    assert [[id(p) for p in own] for own in engine.layer_params] == [
+        [id(p) for p in one.parameters()] for one in layers
+    ]
+    assert [len(own) for own in engine.layer_lora_params] == [3, 3]
+    assert engine.layer_lora_params[1][:2] == [layers[1].lora_right_weight, layers[1].lora_left_weight]
+    engine.retake_inference_cache()
+    engine.release_inference_cache()
+    with pytest.raises(RuntimeError, match=r"^engine.prepare_shared_prefill: .* num_return_sequences=3"):
+        engine.prepare_shared_prefill(2, 3, 4)
     assert all(torch.equal(value, before[name]) for name, value in engine.module_state_dict().items())
 
 
