@@ -1,7 +1,7 @@
 """A small GPT with a curriculum of lengths, and with random layer-token dropping, beside the plain run at equal counted FLOPs.
 
     python examples/curriculum.py                     # about two minutes on one core
-    python examples/curriculum.py --steps 40 --seeds 2 --times 0
+    python examples/curriculum.py --steps 20 --seeds 2 --times 0
 
 1. The plain run trains `--steps` updates on sequences of 64 bytes; their FLOPs are counted by torch's counter.
 2. The other two spend the same FLOPs, so they make more updates: one begins with sequences of 16 bytes, one lets the two inner
