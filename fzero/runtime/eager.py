@@ -91,7 +91,6 @@ class ForwardBackward:
         self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, learned, self._gathers, self._reductions)
-        self._units = {unit.name: unit for unit in plan.units}
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
@@ -280,7 +279,7 @@ class ForwardBackward:
         """Makes `unit` the present unit."""
         self._range.close()
         if self._present is not None:
-            self._given.check(self._units[self._present.unit])
+            self._given.check(self._present.plan)
         if self._events.in_forward:
             self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
@@ -328,7 +327,7 @@ class ForwardBackward:
         if self.status != "passed":
             for name, grad in zip(names, grads, strict=True):
                 if name in self._seen.is_on and grad is not None:
-                    for own, part in self._gathers.pulled(name, grad, self._units[unit], self._need).items():
+                    for own, part in self._gathers.pulled(name, grad, self.plan.homes[name][0], self._need).items():
                         self._add(own, part)
                 elif name and grad is not None:
                     self._add(name, grad)

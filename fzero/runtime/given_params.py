@@ -36,11 +36,13 @@ class Visit:
 
     Attributes:
         unit: its name.
+        plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
     """
 
     unit: str
+    plan: UnitPlan
     leaves: dict[str, Tensor]
     is_recorded: bool = False
 
@@ -147,7 +149,7 @@ class GivenParams:
             leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
-        return Visit(unit.name, leaves)
+        return Visit(unit.name, unit, leaves)
 
     def _leaves(self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""

@@ -18,6 +18,7 @@ COLLECTIVES = {
 SENDERS = {
     "fzero.verbs": "the verbs",
     "fzero.runtime.update": "the momentum of transforms that look at whole parameters (Muon)",
+    "fzero.engine.divided": "parameters of a model under zero.Init, before there is a step",
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
     "fzero.engine.divided": "modules that `zero.Init` has divided, gathered before there is a step",
