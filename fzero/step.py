@@ -147,9 +147,8 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` then has an axis `"pipe"`,
-            the stages; `model` is a `PipelineModule` or an `nn.Sequential`; a micro-batch is (inputs, labels), of which the first
-            stage reads the inputs and the last one the labels; and `loss_fn(outputs, labels)` takes the last layer's output.
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` has an axis `"pipe"`; `model`
+            is a `PipelineModule` or an `nn.Sequential`, a micro-batch (inputs, labels), and the loss `loss_fn(outputs, labels)`.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -167,8 +166,7 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model),
-        pipeline=_pipeline(pipeline, mesh),
+        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
@@ -220,10 +218,8 @@ class TrainStep:
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
-        if recipe.pipeline is None:
-            self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
-        else:
-            self.runtime = run = recipe.pipeline.runtime(recipe, axis)
+        pipe = recipe.pipeline
+        self.runtime = run = pipe.runtime(recipe, axis) if pipe else _with_program(StepRuntime.make(recipe, axis))
         self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 

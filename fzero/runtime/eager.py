@@ -60,8 +60,7 @@ class ForwardBackward:
         plan: the units and their specs.
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
-        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
-            allows forwards only.
+        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else shards (S). None allows forwards only.
         learned: the events to follow, by run; a run without any is negotiated, and learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
