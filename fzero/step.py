@@ -147,7 +147,7 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` has an axis `"pipe"`; `model`
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines). `mesh` has an axis `"pipe"`; `model`
             is a `PipelineModule` or an `nn.Sequential`, a micro-batch (inputs, labels), and the loss `loss_fn(outputs, labels)`.
 
     Raises:
