@@ -138,11 +138,15 @@ def initialize(
         engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
     elif seen is not None and cfg.scheduler is not None:
         engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
+    _log(engine, keys)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _log(engine: Engine, keys: EngineKeys) -> None:
     if keys.dump_state:
         engine.log_line(str(engine.cfg))
     if keys.dump_state or keys.memory_breakdown:
-        engine.log_line(str(step.plan))
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+        engine.log_line(str(engine.train_step.plan))
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
