@@ -102,16 +102,7 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
-    if isinstance(model, PipelineModule):
-        model = prepared(model, keys.pipeline)
-        if mpu is not None:
-            raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
-    elif "pipeline" in keys.model_fields_set:
-        warnings.warn(
-            f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule",
-            ConfigWarning,
-            stacklevel=2,
-        )
+    model = _with_stages(model, keys, mpu)
     check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):
@@ -134,12 +125,33 @@ def initialize(
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
         )
-    if seen is not None and lr_scheduler is not None:
-        engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
-    elif seen is not None and cfg.scheduler is not None:
-        engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
+    engine.lr_scheduler = _scheduler(cfg, seen, lr_scheduler, rates, momentum)
     _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
+    """The script's scheduler, or else the configuration's; None for an engine that does not train."""
+    if seen is None or (given is None and cfg.scheduler is None):
+        return None
+    if given is None:
+        return ConfiguredScheduler(seen, rates, momentum)
+    return given(seen) if callable(given) else given
+
+
+def _with_stages(model: nn.Module, keys: EngineKeys, mpu: Any) -> nn.Module:
+    """A PipelineModule under the configuration's block `pipeline`; another model as it is."""
+    if isinstance(model, PipelineModule):
+        model = prepared(model, keys.pipeline)
+        if mpu is not None:
+            raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
+    elif "pipeline" in keys.model_fields_set:
+        warnings.warn(
+            f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule",
+            ConfigWarning,
+            stacklevel=3,
+        )
+    return model
 
 
 def _log(engine: Engine, keys: EngineKeys) -> None:
