@@ -125,15 +125,25 @@ def initialize(
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
         )
-    if seen is not None and lr_scheduler is not None:
-        engine.lr_scheduler = lr_scheduler(seen) if callable(lr_scheduler) else lr_scheduler
-    elif seen is not None and cfg.scheduler is not None:
-        engine.lr_scheduler = ConfiguredScheduler(seen, rates, momentum)
+    engine.lr_scheduler = _scheduler(cfg, seen, lr_scheduler, rates, momentum)
+    _log(engine, keys)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
+    """The script's scheduler, or else the configuration's; None for an engine that does not train."""
+    if seen is None or (given is None and cfg.scheduler is None):
+        return None
+    if given is None:
+        return ConfiguredScheduler(seen, rates, momentum)
+    return given(seen) if callable(given) else given
+
+
+def _log(engine: Engine, keys: EngineKeys) -> None:
     if keys.dump_state:
         engine.log_line(str(engine.cfg))
     if keys.dump_state or keys.memory_breakdown:
-        engine.log_line(str(step.plan))
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+        engine.log_line(str(engine.train_step.plan))
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
