@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from fzero.plans.machine_model import MachineModel
 
 T = TypeVar("T")
+AnyStep = TypeVar("AnyStep", bound="TrainStep")
 State = TrainState[Tensor]
 
 
@@ -146,9 +147,8 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` then has an axis `"pipe"`,
-            the stages; `model` is a `PipelineModule` or an `nn.Sequential`; a micro-batch is (inputs, labels), of which the first
-            stage reads the inputs and the last one the labels; and `loss_fn(outputs, labels)` takes the last layer's output.
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` has `"pipe"`; `model`
+            is a `PipelineModule` or an `nn.Sequential`, a micro-batch (inputs, labels), and the loss `loss_fn(outputs, labels)`.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -166,8 +166,7 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model),
-        pipeline=_pipeline(pipeline, mesh),
+        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
@@ -219,10 +218,8 @@ class TrainStep:
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
-        if recipe.pipeline is None:
-            self.runtime = run = _with_program(StepRuntime.make(recipe, axis))
-        else:
-            self.runtime = run = recipe.pipeline.runtime(recipe, axis)
+        pipe = recipe.pipeline
+        self.runtime = run = pipe.runtime(recipe, axis) if pipe else _with_program(StepRuntime.make(recipe, axis))
         self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
@@ -235,12 +232,6 @@ class TrainStep:
     def data_world_size(self) -> int:
         """The number of ranks that divide a batch among them; without a pipeline `world_size`."""
         return self.runtime.ranks.size
-
-    def with_runtime(self, runtime: StepRuntime) -> Self:
-        """The same step with another runtime, for an engine that changes one of its parts."""
-        twin = copy.copy(self)
-        twin.runtime = runtime
-        return twin
 
     @property
     def program(self) -> GraphProgram | None:
@@ -443,7 +434,7 @@ class TrainStep:
         """
         run = self.runtime.following(rates, optimizers)
         is_same = optimizers is None or self.program is None  # else the graphs hold other numbers
-        return self.with_runtime(run if is_same else _with_program(run))
+        return _twin(self, run if is_same else _with_program(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
@@ -453,8 +444,8 @@ class TrainStep:
         run, program = self.runtime.observed(observe), self.program
         if run.stages is not None:
             runs = cast("Any", run.runs).observed(observe)
-            return self.with_runtime(replace(run, runs=runs, stages=run.stages.observed(observe)))
-        return self.with_runtime(run if program is None else replace(run, runs=program.observed(observe)))
+            return _twin(self, replace(run, runs=runs, stages=run.stages.observed(observe)))
+        return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
@@ -496,3 +487,10 @@ def _with_program(run: StepRuntime) -> StepRuntime:
         blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
         run = replace(run, blocks=blocks)
     return replace(run, runs=parts.forward_backward)
+
+
+def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:
+    """The same step with another runtime."""
+    twin = copy.copy(step)
+    twin.runtime = runtime
+    return twin

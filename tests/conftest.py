@@ -44,7 +44,7 @@ BUDGETS = {
     "comms": 400,
     "compression": 120,
     "data": 200,
-    "docs": 400,
+    "docs": 600,
     "engine": 300,
     "estimation": 300,
     "examples": 300,

@@ -30,7 +30,7 @@ from fzero.engine.dataloader import ResumableLoader, check_indexed
 from fzero.engine.divided_params import check_not_foreign, moved, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
-from fzero.engine.pipeline_engine import PipelineEngine, prepared
+from fzero.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
 from fzero.runtime.activation_checkpointing import Choice
@@ -102,7 +102,7 @@ def initialize(
     _check_makers(optimizer, lr_scheduler)
     cfg, keys = engine_keys.read(source)
     trains = optimizer is not None or "optimizer" in cfg.model_fields_set
-    model = _as_pipeline(model, keys, mpu)
+    prepare(model, keys, mpu)
     check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):
@@ -134,21 +134,6 @@ def initialize(
     if keys.dump_state or keys.memory_breakdown:
         engine.log_line(str(step.plan))
     return engine, engine.optimizer, loader, engine.lr_scheduler
-
-
-def _as_pipeline(model: nn.Module, keys: engine_keys.EngineKeys, mpu: Any) -> nn.Module:
-    """A `PipelineModule` with the settings of the configuration; any other model as it is."""
-    if isinstance(model, PipelineModule):
-        if mpu is not None:
-            raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
-        return prepared(model, keys.pipeline)
-    if "pipeline" in keys.model_fields_set:
-        warnings.warn(
-            f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule",
-            ConfigWarning,
-            stacklevel=3,
-        )
-    return model
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:

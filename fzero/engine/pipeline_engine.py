@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -9,10 +10,10 @@ from itertools import islice
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.config.config import ConfigError, ConfigWarning
-from fzero.engine.config_keys import PipelineKeys
+from fzero.engine.config_keys import EngineKeys, PipelineKeys
 from fzero.engine.dataloader import RepeatingLoader
 from fzero.engine.engine import Engine
 from fzero.pipeline.execution import PipelineProgram, stages_of
@@ -137,7 +138,8 @@ class PipelineEngine(Engine):
         order: Any = getattr(pipeline, "order", None)
         program = replace(program, order=plan_order(order, self.num_stages, number))
         batches = replace(step.runtime.batches, num_micro_steps=number)
-        self.train_step = step.with_runtime(replace(step.runtime, runs=program, batches=batches))
+        self.train_step = copy.copy(step)
+        self.train_step.runtime = replace(step.runtime, runs=program, batches=batches)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> NoReturn:
         """Raises: a rank has one stage only."""
@@ -211,12 +213,20 @@ class PipelineEngine(Engine):
         """Nothing to do."""
 
 
-def prepared(model: PipelineModule, keys: PipelineKeys) -> PipelineModule:
-    """A module whose own layers are built, under the configuration's block `pipeline`.
+def prepare(model: nn.Module, engine_keys: EngineKeys, mpu: Any) -> None:
+    """Builds the own layers of a `PipelineModule`, under the configuration's block `pipeline`. Does nothing to other modules.
 
     Raises:
-        ConfigError: the block contradicts the module.
+        ConfigError: the block or `mpu` contradicts the module.
     """
+    keys = engine_keys.pipeline
+    if not isinstance(model, PipelineModule):
+        if "pipeline" in engine_keys.model_fields_set:
+            text = f"pipeline: has no effect on a {type(model).__name__}; it is for a PipelineModule"
+            warnings.warn(text, ConfigWarning, stacklevel=3)
+        return
+    if mpu is not None:
+        raise ConfigError("mpu: must be None with a PipelineModule, which has its own topology; leave it out")
     if keys.stages not in ("auto", model.num_stages):
         raise ConfigError(
             f"pipeline.stages: must be 'auto' or the module's num_stages, {model.num_stages}, got {keys.stages!r}; leave it out"
@@ -228,4 +238,3 @@ def prepared(model: PipelineModule, keys: PipelineKeys) -> PipelineModule:
     if keys.activation_checkpoint_interval:
         model.set_checkpoint_interval(keys.activation_checkpoint_interval)
     model.build_own()
-    return model

@@ -202,6 +202,7 @@ def _pipeline_lines(pipelines: tuple[PipelinePlan, ...], scale: float, unit: str
     lines = [
         f"  {one.order.stages} stages × {one.layers.data} data ranks: {shown(one.nbytes, scale)} {unit}, "
         f"{one.seconds:.3g} s without the update, bubble {one.bubble:.0%} of {one.order.micro_batches} micro-batches"
+        f"{', activation checkpointing' * one.checkpoints}"
         for one in pipelines[:MOST_PIPELINES]
     ]
     return ["", "As a pipeline, with as many samples in a step (fzero plan --pipe shows its stages):", *lines]

@@ -15,7 +15,7 @@ The ZeRO stage is 0 or 1: in stages 2 and 3 every micro-batch would reduce or ga
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +36,7 @@ from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
 from fzero.pipeline.timeline import Timeline, chunk_costs, predict
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import plan
+from fzero.plans.units import blocks_of
 from fzero.runtime.loss import LossFn
 
 if TYPE_CHECKING:
@@ -51,12 +52,14 @@ class PipelinePlan:
         bounds: of the layers in chunks.
         timeline: of one data rank.
         reduces: by stage, the seconds in which it reduces gradients after its last backward.
+        checkpoints: whether units are recomputed in the backward.
     """
 
     layers: PlannedLayers = field(repr=False)
     bounds: Bounds
     timeline: Timeline = field(repr=False)
     reduces: tuple[float, ...] = field(repr=False)
+    checkpoints: bool = False
 
     @property
     def order(self) -> PipeOrder:
@@ -99,6 +102,7 @@ class PipelinePlan:
             "seconds": self.seconds,
             "bubble": self.bubble,
             "nbytes": self.nbytes,
+            "activation_checkpointing": self.checkpoints,
             "by_stage": [
                 {
                     "parameters": self.numel(stage),
@@ -280,7 +284,8 @@ class PipelinePlanner:
         reduces = tuple(
             sum(sent[chunk] for chunk in planned.chunks_of(stage)) / self.machine.network for stage in range(stages)
         )
-        return PipelinePlan(layers, found, timeline, reduces)
+        has_checkpoints = self.cfg.activation_checkpointing.every is not None
+        return PipelinePlan(layers, found, timeline, reduces, has_checkpoints)
 
 
 def _held(order: PipeOrder, chunk: int) -> int:
@@ -306,19 +311,33 @@ def best_pipelines(
 ) -> tuple[PipelinePlan, ...]:
     """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
 
+    Each number is tried as configured and, if that recomputes nothing and the model has blocks, with activation checkpointing.
     Each has the same samples in a step as the data-parallel job: p times its micro-batches, on 1/p of its data ranks.
     """
-    planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
-    steps, found = planner.cfg.gradient_accumulation_steps or 1, list[PipelinePlan]()
+    keys = keys_of(cfg)
+    tries = [keys]
+    if quietly(keys).activation_checkpointing.every is None and blocks_of(model):
+        tries.append(changed(keys, {"activation_checkpointing": {"every": 1}}))
+    found = list[PipelinePlan]()
+    for given in tries:
+        planner = PipelinePlanner(model, given, batch, machine=machine, loss_fn=loss_fn, device=device)
+        found += _fitting(planner, world_size, device_nbytes, order)
+    return tuple(sorted(found, key=lambda one: one.seconds))
+
+
+def _fitting(
+    planner: PipelinePlanner, world_size: int, device_nbytes: float, order: Order | str
+) -> Iterator[PipelinePlan]:
+    """The pipelines of one configuration that fit."""
+    steps = planner.cfg.gradient_accumulation_steps or 1
     for stages in (number for number in range(2, world_size + 1) if world_size % number == 0):
         try:
-            found.append(
-                planner.planned(
-                    stages, world_size, micro_batches=stages * steps, order=order, device_nbytes=device_nbytes
-                )
+            one = planner.planned(
+                stages, world_size, micro_batches=stages * steps, order=order, device_nbytes=device_nbytes
             )
         except ConfigError:
-            break  # more stages than layers
+            return  # more stages than layers
         except ValueError:
             continue  # does not fit
-    return tuple(sorted((one for one in found if one.nbytes <= device_nbytes), key=lambda one: one.seconds))
+        if one.nbytes <= device_nbytes:
+            yield one

@@ -230,7 +230,7 @@ def sgd(
 
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts an update, unless it is skipped."""
-    if found_inf is None and not is_traced():
+    if steps and found_inf is None and not is_traced():
         torch._foreach_add_(steps, 1)
         return
     for step in steps:

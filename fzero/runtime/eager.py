@@ -60,8 +60,7 @@ class ForwardBackward:
         plan: the units and their specs.
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
-        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise. None
-            allows forwards only.
+        grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else shards (S). None allows forwards only.
         learned: the events to follow, by run; a run without any is negotiated, and learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
@@ -182,8 +181,8 @@ class ForwardBackward:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
             yield found
-            if needs_grads and not self._reductions.has_come:
-                raise ValueError(UNRELATED)  # an update without gradients would still apply weight decay
+            if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
+                raise ValueError(UNRELATED)
             self._leave("")
             self._gathers.check_full()
             self._events.ask("end_backward")

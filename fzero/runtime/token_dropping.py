@@ -91,7 +91,7 @@ def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
     Raises:
         ConfigError: the configuration asks for dropped tokens, and no layers are noted.
     """
-    plan: TokenDropping | None = model.__dict__.get("token_dropping")
+    plan: TokenDropping | None = vars(model).get("token_dropping") if isinstance(model, nn.Module) else None
     if cfg.data_efficiency.drops_tokens and plan is None:
         raise ConfigError(
             "data_efficiency.data_routing.random_ltd: needs the class of the layers; call "

@@ -170,7 +170,9 @@ def lengths() -> np.ndarray:
 
 
 def efficiency(folder: Path, **sampling: Any) -> dict[str, Any]:
-    base = write_metric(folder, "seqlen", Metric.of(lengths()))
+    base = folder / "seqlen" / "seqlen"
+    if not base.with_name("seqlen_index_to_metric.idx").exists():
+        write_metric(folder, "seqlen", Metric.of(lengths()))
     metric = {
         "index_to_sample_path": f"{base}_index_to_sample", "index_to_metric_path": f"{base}_index_to_metric",
         "difficulty_type": "value", "min_difficulty": 2, "max_difficulty": 6, "schedule_type": "fixed_linear",
@@ -229,7 +231,7 @@ def _first(folder: Path, micro: int, updates: int, saved: str, load: bool) -> li
 
 
 def test_a_job_resumed_on_other_ranks_draws_the_samples_of_the_unbroken_run(tmp_path: Path, ranks: RankPool) -> None:
-    (unbroken,) = ranks(1, _first, tmp_path, 4, 9, "whole", False)
+    (unbroken,) = ranks(1, _first, tmp_path, 4, 9, "whole", False)  # one rank writes the files
     of_two = ranks(2, _first, tmp_path, 1, 4, "ck", False)
     (rest,) = ranks(1, _first, tmp_path, 2, 5, "ck", True)
     assert [one + two for one, two in zip(*of_two, strict=True)] + rest == unbroken

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,7 @@ def test_a_page_prints_what_it_shows(page: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: str(page.relative_to(DOCS)))
 def test_python_on_a_page_is_python(page: Path) -> None:
-    for block in blocks(page.read_text()):
-        if block.language == "python":
-            compile(block.text, f"{page.name}, {block.text.splitlines()[0]}", "exec")
+    text = page.read_text()
+    tabs = re.findall(r"^    ```python\n(.*?)^    ```$", text, re.MULTILINE | re.DOTALL)
+    for code in [*(block.text for block in blocks(text) if block.language == "python"), *map(textwrap.dedent, tabs)]:
+        compile(code, f"{page.name}, {code.splitlines()[0]}", "exec")

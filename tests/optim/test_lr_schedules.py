@@ -246,7 +246,7 @@ def test_a_graph_of_a_step_finds_the_checksums_that_differ_and_updates_nothing()
     state, batch = simulated.init(), tuple(x.unflatten(0, (2, -1)) for x in vectors(0))
     for checksum, is_ok in ((7.0, False), (8.0, True)):
         given = optree.tree_map(torch.clone, state)._replace(buffers={}, hook_states={}, rng={})
-        numbers = torch.tensor([[1.0, 8.0], [1.0, checksum]]).double()
+        numbers = torch.tensor([[1.0, 8.0, 0.0], [1.0, checksum, 0.0]]).double()
         outcome, _ = simulated.program.compiled(given, [batch], numbers)
         assert outcome.ok.tolist() == [is_ok, is_ok] and outcome.loss_stats[0, 0, :, 3].tolist() == [8.0, checksum]
         before, after = (optree.tree_leaves((x.params, x.optimizer)) for x in (state, given))

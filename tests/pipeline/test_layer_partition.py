@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, strategies as st
+from ranks import RankPool
 from torch import Tensor, nn
 
+from fzero.comms.process_group import job
 from fzero.pipeline import (
     LayerCost,
     LayerSpec,
@@ -30,6 +33,7 @@ from fzero.pipeline import (
     partition_by_cost,
     uniform,
 )
+from fzero.pipeline.layers import Seeds
 from fzero.pipeline.partition import part_nbytes
 from fzero.pipeline.topology import mesh_of
 from sharding import Mesh
@@ -359,3 +363,38 @@ def test_wrong_topologies_are_refused_in_words(make: Any, words: str) -> None:
 def test_a_mesh_of_a_topology_has_the_axis_data() -> None:
     assert mesh_of(ProcessTopology(["pipe"], [3])) == Mesh.of(pipe=3, data=1)
     assert isinstance(module().build(0, 1), StageLayers)
+
+
+# --- in a job --------------------------------------------------------------------------------------------------------------
+
+
+def held_in_a_job() -> tuple[list[str], bool, bool, list[int], str]:
+    """What a rank of three stages has: names, whether values are those of the description, whether a stage is built once."""
+    model, rank = module(), job().rank
+    stage = model.build(model.parts[rank], model.parts[rank + 1])
+    whole = dict(StageLayers(model.specs, [(0, 9)], model.tied, Seeds()).named_parameters())
+    own = dict(model.named_parameters())
+    with pytest.raises(RuntimeError) as found:
+        module(num_stages=2)
+    same = all(torch.equal(own[name], whole[name]) for name in own)
+    grid = model.mpu()
+    assert grid is not None
+    size = dist.get_world_size(grid.get_pipe_parallel_group())
+    return (
+        list(own),
+        same,
+        all(own[n] is p for n, p in stage.named_parameters()),
+        [*grid.pp_group, size],
+        str(found.value),
+    )
+
+
+def test_a_rank_of_a_job_builds_its_own_stage_once(ranks: RankPool) -> None:
+    names, same, is_once, groups, errors = zip(*ranks(3, held_in_a_job), strict=True)
+    assert names == tuple([n for n, _ in module().build(3 * s, 3 * s + 3).named_parameters()] for s in range(3))
+    assert all(same)
+    assert all(is_once)
+    assert set(map(tuple, groups)) == {(0, 1, 2, 3)}
+    assert {"num_stages must divide the number of ranks, 3, got 2; start 2 ranks" in error for error in errors} == {
+        True
+    }

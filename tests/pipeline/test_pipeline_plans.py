@@ -108,6 +108,7 @@ def test_fit_proposes_the_pipelines_that_fit_fastest_first() -> None:
     assert {one.order.stages * one.layers.data for one in found.pipelines} == {8}
     # As many samples in a step.
     assert {one.order.micro_batches // one.order.stages for one in found.pipelines} == {1}
+    assert {one.checkpoints for one in found.pipelines} == {False, True}
     assert "As a pipeline, with as many samples in a step" in str(found)
     assert found.as_dict()["pipelines"][0]["stages"] == found.pipelines[0].order.stages
     assert fit(model, {"zero_optimization": {"stage": 2}}, world_size=8, device_nbytes=1e9).pipelines == ()

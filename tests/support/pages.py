@@ -83,7 +83,7 @@ def run(command: str, folder: Path, path: Path) -> str:
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     env = os.environ | {"PYTHONPATH": str(ROOT), "PATH": search, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
     done = subprocess.run(
-        ["bash", "-e", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=300
+        ["bash", "-e", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=600
     )
     if done.returncode:
         raise AssertionError(
