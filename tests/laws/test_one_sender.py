@@ -21,7 +21,6 @@ SENDERS = {
     "fzero.engine.divided": "parameters of a model under zero.Init, before there is a step",
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
-    "fzero.engine.divided": "modules that `zero.Init` has divided, gathered before there is a step",
     "fzero.deepspeed.comm.comm": "the collectives of DeepSpeed's names, for the user's tensors",
 }
 """The modules outside of `fzero.comms` that call a collective, each with its reason."""
