@@ -242,6 +242,19 @@ def timed(scale: Scale, make: Callable[[Any], Callable[[Any], Any]]) -> dict[str
     }
 
 
+def plain_step(loss_of: Callable[..., Any], optimizer: Any) -> Callable[[Any], Any]:
+    """A step of a plain loop."""
+
+    def step(batch: Any) -> Any:
+        loss = loss_of(*batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
 def plain_contender(scale: Scale) -> dict[str, Any]:
     """PyTorch alone: fp32 weights under bf16 autocast, compiled, with the fused AdamW."""
     import torch
@@ -253,15 +266,11 @@ def plain_contender(scale: Scale) -> dict[str, Any]:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         run = torch.compile(model) if scale.device == "cuda" else model
 
-        def step(batch: Any) -> Any:
-            with torch.autocast(scale.device, dtype=torch.bfloat16):
-                loss = run(*batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
+        @torch.autocast(scale.device, dtype=torch.bfloat16)
+        def loss_of(*batch: Any) -> Any:
+            return run(*batch)
 
-        return step
+        return plain_step(loss_of, optimizer)
 
     return timed(scale, make)
 
@@ -285,14 +294,7 @@ def fsdp2_contender(scale: Scale) -> dict[str, Any]:
         fully_shard(model, mp_policy=policy, mesh=mesh)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        def step(batch: Any) -> Any:
-            loss = model(*batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        return step
+        return plain_step(model, optimizer)
 
     return timed(scale, make)
 
