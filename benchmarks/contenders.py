@@ -135,6 +135,18 @@ def make_fsdp2(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW))
 
 
+def of_engine(engine: Any) -> Step:
+    """A step as DeepSpeed's scripts write it."""
+
+    def train(batch: Batch) -> Tensor:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return timed(train)
+
+
 def make_deepspeed(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     """DeepSpeed with its defaults, but PyTorch's fused AdamW and no clipping (its default is a norm of 1)."""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -152,13 +164,7 @@ def make_deepspeed(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     if mode != "eager":
         engine.compile()
 
-    def train(batch: Batch) -> Tensor:
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return timed(train)
+    return of_engine(engine)
 
 
 def fzero_config(size: Size, stage: int, dtype: str) -> dict[str, Any]:
@@ -177,13 +183,7 @@ def make_engine(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
 
     engine, *_ = fzero.initialize(model=GPT(size), config=fzero_config(size, stage, dtype))
 
-    def train(batch: Batch) -> Tensor:
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return loss.detach()
-
-    return timed(train)
+    return of_engine(engine)
 
 
 def make_fzero(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
