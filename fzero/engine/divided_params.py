@@ -1,4 +1,4 @@
-"""Models whose parameters are divided before an engine exists: `divide`, `gathered`, `taken_over`.
+"""Models whose parameters are divided before an engine exists: `divide`, `gathered`, `shaped`, `taken_over`.
 
 `fzero.engine.constructors` divides a model while it is made. `initialize` takes the shards over, one unit at a time.
 """
@@ -241,14 +241,9 @@ def fingerprint(value: Tensor) -> tuple[Any, ...]:
 
 
 @contextmanager
-def taken_over(model: nn.Module) -> Iterator[None]:
-    """Inside, divided parameters have their shapes and no values, so that a step can be planned; its first state gathers them
-    unit by unit. Afterwards they belong to the engine; after an error they are divided as before.
-    """
-    found: list[Any] = [param for param in model.parameters() if is_divided(param)]
-    for param in found:
-        if not isinstance(param, DividedParameter):
-            raise RuntimeError("initialize: must not be called inside GatheredParameters; call it after")
+def shaped(model: nn.Module) -> Iterator[list[Any]]:
+    """Inside, divided parameters have their shapes and no values; afterwards they are divided as before. Yields them."""
+    found: list[Any] = [param for param in model.parameters() if isinstance(param, DividedParameter)]
     for param in found:
         nothing = torch.full(
             (), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=param.device
@@ -257,12 +252,22 @@ def taken_over(model: nn.Module) -> Iterator[None]:
         param.__class__ = nn.Parameter
         param.data = nothing.expand(shape)
     try:
+        yield found
+    finally:
+        hide(filter(is_divided, found), source=None)
+
+
+@contextmanager
+def taken_over(model: nn.Module) -> Iterator[None]:
+    """Inside, divided parameters have their shapes and no values, so that a step can be planned; its first state gathers them
+    unit by unit. Afterwards they belong to the engine; after an error they are divided as before.
+    """
+    if any(is_divided(param) and not isinstance(param, DividedParameter) for param in model.parameters()):
+        raise RuntimeError("initialize: must not be called inside GatheredParameters; call it after")
+    with shaped(model) as found:
         yield
-    except BaseException:
-        hide(found, source=None)
-        raise
-    for param in found:
-        del param.__dict__["fzero_divided"], param.__dict__["fzero_rules"]
+        for param in found:
+            del param.__dict__["fzero_divided"], param.__dict__["fzero_rules"]
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:

@@ -35,9 +35,8 @@ def server_weights(
         raise ValueError(f"server_weights: to must be 'all' or 'rank0', got {to!r}; pass one of these")
     step.runtime.check_state(state)
     meet("server_weights", step.runtime.mesh.world)
-    with torch.no_grad():
-        for views in step.runtime.full_weights(state):
-            if to == "rank0" and step.rank != 0:
-                continue
-            for name, view in views.items():
-                yield name, view.detach().to(dtype if dtype and view.is_floating_point() else view.dtype, copy=True)
+    for views in step.runtime.full_weights(state):
+        if to == "rank0" and step.rank != 0:
+            continue
+        for name, view in views.items():
+            yield name, view.detach().to(dtype if dtype and view.is_floating_point() else view.dtype, copy=True)
