@@ -225,7 +225,7 @@ def _makes_another_model() -> None:
     with zero.Init():
         nn.Linear(4, 4)
         for sizes in ((4, 4 + rank), *[(3, 3)] * rank, (5, 5)):  # an own shape, and one module more
-            with pytest.raises(MismatchError, match="zero.Init: must be the same on all ranks, but 'parameter 0' is"):
+            with pytest.raises(MismatchError, match=r"zero\.Init: must be the same on all ranks, but 'parameter 0' is"):
                 nn.Linear(*sizes)
             if sizes == (3, 3):
                 return
