@@ -59,6 +59,7 @@ PRUNED = {"dense_ratio": 0.5}
         (quantization(["up"], start_bits=2), "start_bits: must be at least target_bits, 4, got 2"),
         ({"row_pruning": technique({"dense_ratio": 0.0}, ["up"])}, "dense_ratio: must be greater than 0, got 0"),
         ({"row_pruning": technique({}, ["up"])}, "dense_ratio: is required"),
+        ({"row_pruning": technique(PRUNED, [])}, "modules: must have an expression, or the group compresses nothing"),
         ({"row_pruning": technique(PRUNED, ["up"], metod="l1")}, "metod: unknown key; did you mean 'method'"),
         ({"sparse_pruning": technique(PRUNED, ["up"], method="snip_momentum")}, "must be 'l1' or 'topk', got 'snip_momentum'"),
         ({"head_pruning": technique(PRUNED, ["out"], num_heads=3)}, "num_heads: must divide the columns of 'blocks.0.out', 8"),
