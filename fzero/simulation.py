@@ -143,6 +143,7 @@ class LockstepRanks:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
+        self._origin.check()
         states, batches = self.states_of(state), self.batches_of(batch)
         return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 

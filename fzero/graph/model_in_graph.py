@@ -30,7 +30,7 @@ from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
 from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.module_binding import FetchedParameters
-from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
+from fzero.runtime.own_params import enter, kind_of, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -242,7 +242,7 @@ class ModelInGraph:
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
-        given = self._named(tensors)
+        given, kinds = self._named(tensors), {name: kind_of(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)
         with self._reads_from(tensors, see):
@@ -254,9 +254,9 @@ class ModelInGraph:
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
             now = given[f"model.{name}"]  # functional_call leaves the tensor here that the model assigned to the buffer
+            if kinds[name] != kind_of(now):
+                raise wrong_kind(name, kinds[name], kind_of(now))
             if now is not buffer_:
-                if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
-                    raise wrong_kind(name, buffer_, now)
                 buffer_.copy_(now.detach())
         return loss, weight
 

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
-from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
+from fzero.runtime.own_params import Fetch, Kind, check_no_hooks, kind_of, late, wrong_kind
 
 
 class FetchedParameters(dict[str, Any]):
@@ -143,7 +143,7 @@ class Binding:
             if any(place.module._modules != place.children for place in places):
                 _check_places(self._model, places)
             for slot in slots:
-                _check_same_kind(slot.name, slot.before, slot.now)
+                slot.check_kind()
         finally:
             if leave is not None:
                 leave()
@@ -187,10 +187,17 @@ class _BufferSlot(NamedTuple):
     key: str
     name: str
     before: Tensor | None
+    kind: Kind
+    """Of `before`, when it was bound."""
 
     @property
     def now(self) -> Tensor | None:
         return self.of_module.get(self.key)
+
+    def check_kind(self) -> None:
+        """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
+        if self.kind != (now := kind_of(self.now)):
+            raise wrong_kind(self.name, self.kind, now)
 
 
 def _bind_buffers(
@@ -203,12 +210,12 @@ def _bind_buffers(
         if is_cache and name not in buffers:
             continue  # it belongs to the module, like an attribute
         if buffer is None:
-            yield _BufferSlot(module._buffers, key, dot + key, None)
+            yield _BufferSlot(module._buffers, key, dot + key, None, None)
             continue
         if name not in buffers:
             raise late("buffer", name)
         module._buffers[key] = buffers[name]
-        yield _BufferSlot(module._buffers, key, name, buffers[name])
+        yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
 
 
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
@@ -246,12 +253,6 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
                 for key, own in dict.items(slots):
                     if own is not None:
                         raise late(kind, f"{prefix}.{key}")
-
-
-def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> None:
-    """Raises ValueError where a forward has assigned None, or another shape or dtype, to a buffer."""
-    if now is not before and (now is None or before is None or (now.shape, now.dtype) != (before.shape, before.dtype)):
-        raise wrong_kind(name, before, now)
 
 
 @contextmanager

@@ -223,9 +223,17 @@ def late(kind: str, name: str) -> ParameterError:
     )
 
 
-def wrong_kind(name: str, before: Tensor | None, now: Tensor | None) -> ParameterError:
+Kind = tuple[torch.Size, torch.dtype] | None
+"""A tensor's shape and dtype, or None for no tensor."""
+
+
+def kind_of(tensor: Tensor | None) -> Kind:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def wrong_kind(name: str, before: Kind, now: Kind) -> ParameterError:
     """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
-    then, there = ("None" if x is None else f"{x.dtype} of shape {tuple(x.shape)}" for x in (before, now))
+    then, there = ("None" if kind is None else _kind_text(kind) for kind in (before, now))
     return ParameterError(
         f"buffer {name!r}: must keep its shape and dtype, or stay None, because the state is laid out when the step is "
         f"made, and the forward changed it from {then} to {there}; register it at its largest size (or run a forward that "
@@ -294,19 +302,19 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
 class Origin:
     """A module's tensors when a step is made (shape, dtype) and when a state is made from them (values).
 
-    The state has copied the values, so a change to the module before the state's first use would be lost; `leave` raises.
+    The state has copied the values, so a change to the module before the state's first step would be lost; `check` raises.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in _tensors(model)}
+        self._kinds = {name: kind_of(tensor) for name, tensor in _tensors(model)}
         self._seen: dict[str, Tensor] = {}
-        self._is_open = True
+        self._is_open, self._checked = True, list[tuple[int, int, int]]()
 
     def look(self, *, given: bool) -> None:
         """Records the values of the tensors when a state is made from them; with `given`, it only checks their kinds."""
         self._check_kinds()
-        self._is_open, self._seen = True, {}
+        self._is_open, self._seen, self._checked = True, {}, []
         for name, x in () if given else _tensors(self._model):
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
                 self._seen[name] = bits_of(x)
@@ -316,7 +324,13 @@ class Origin:
         self._is_open, self._seen = False, {}
 
     def leave(self) -> None:
-        """Checks the module at the state's first use. Costs nothing after the first time.
+        """`check` at a state's first step, which ends the check: it costs nothing after the first time."""
+        self._checked = []
+        self.check()
+        self.close()
+
+    def check(self) -> None:
+        """Checks the module at a use of a state. It reads the values again only where PyTorch has counted a change.
 
         Raises:
             ValueError: the module has other tensors, or their values have changed since `look`.
@@ -324,6 +338,9 @@ class Origin:
         if not self._is_open:
             return
         now = self._check_kinds()
+        marks = [(id(x), x._version, address(x)) for x in now.values()]
+        if marks == self._checked:
+            return
         for name, bits in self._seen.items():
             tensor = now[name]
             if not (tensor.is_meta or torch.equal(bits_of(tensor), bits)):  # a change through .data has no count
@@ -332,11 +349,11 @@ class Origin:
                     f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
                     f"init(params=state_dict)"
                 )
-        self.close()
+        self._checked = marks
 
     def _check_kinds(self) -> dict[str, Tensor]:
         now = dict(_tensors(self._model))
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in now.items()}
+        found = {name: kind_of(tensor) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
             then, there = (_kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
@@ -347,7 +364,7 @@ class Origin:
         return now
 
 
-def _kind_text(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+def _kind_text(kind: Kind) -> str:
     return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 
