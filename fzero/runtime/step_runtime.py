@@ -274,7 +274,7 @@ class StepRuntime:
     @cached_property
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
-        return Binding(self.recipe.model, self.plan.aliases)
+        return Binding(self.recipe.model, self.plan.aliases, self.recipe.held or ())
 
     # --- states ----------------------------------------------------------------------------------------------------
 
