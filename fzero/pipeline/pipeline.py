@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, AbstractAxis, Bound
+from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
 from fzero.comms.process_group import along
+from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.pipeline.execution import PipelineProgram
@@ -124,7 +125,10 @@ def _stages(
         if len(holders) > 1 and axis.rank in holders:
             ties.append(Tie(f"tied_modules.{key}", keys, holders))
     mesh = _checked_mesh(world)
-    members = [f"pipeline stage {mesh.coordinate(rank)[PIPE]} (rank {rank})" for rank in range(world.size)]
+    stage_of = [f"pipeline stage {mesh.coordinate(rank)[PIPE]}" for rank in range(world.size)]
+    if isinstance(world, ProcessAxis):
+        HERE.places = {world.global_rank(rank): stage for rank, stage in enumerate(stage_of)}
+    members = [f"{stage} (rank {rank})" for rank, stage in enumerate(stage_of)]
 
     def place(name: str) -> int:
         unit = _module_in(name)
