@@ -27,6 +27,7 @@ from fzero.pipeline.messages import Mailbox
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
+from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan
@@ -67,6 +68,18 @@ class Pipeline:
             )
         return cls(given)
 
+    def division(self, recipe: StepSpec, mesh: Mesh) -> tuple[PipelineModule, PipeOrder, Bounds]:
+        """The layers of a model, the order of its stages, and the bounds of its chunks.
+
+        Raises:
+            ValueError: the model is no list of layers, or has fewer layers than chunks.
+            OrderError: the order is wrong.
+        """
+        num_micro_batches = recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
+        order = plan_order(self.order, mesh.axis_size(PIPE), num_micro_batches)
+        model = _module_of(recipe.model, order.stages)
+        return model, order, model.partition(order.num_chunks, self.partition)
+
     def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
@@ -77,11 +90,7 @@ class Pipeline:
         """
         mesh = _checked_mesh(world)
         _check_recipe(recipe, mesh)
-        num_stages, num_data = mesh.axis_size(PIPE), mesh.axis_size(DATA)
-        num_micro_batches = recipe.cfg.batch_sizes(num_data).num_micro_steps
-        order = plan_order(self.order, num_stages, num_micro_batches)
-        model = _module_of(recipe.model, num_stages)
-        bounds = tuple(model.partition(order.num_chunks, self.partition))
+        model, order, bounds = self.division(recipe, mesh)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         chunks = order.chunks_of(axis.rank)
         layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
