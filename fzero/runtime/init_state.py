@@ -24,18 +24,17 @@ from fzero.comms.records import Label
 from fzero.compression.plan import is_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload import QUANTITIES, Offload
 from fzero.runtime.own_params import full_values
+from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
-from fzero.state import TrainState
-from fzero.storage.file_tensor import in_memory
-from fzero.storage.shard_io import Leaf, updated_part
+from fzero.state import QUANTITIES, TrainState
+from fzero.storage.shard_transfer import to_device, updated_part
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
 if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
     from fzero.storage.state_files import StateFiles
 
 InitFn = Callable[[nn.Module], object]
@@ -47,7 +46,7 @@ class StateBuilder:
 
     recipe: StepSpec
     plan: Plan
-    offload: Offload
+    offload: StateMemory
     updater: Updater
     rank: int
     device: torch.device
@@ -78,8 +77,7 @@ class StateBuilder:
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
         }
-        if files is not None:
-            agree(files, world)
+        self.offload.agree_on(state, world)
         return self._state(state, buffers, world.rank)
 
     def blank(self, rank: int, files: StateFiles | None = None) -> TrainState[Tensor]:
@@ -112,8 +110,8 @@ class StateBuilder:
         optimizer = {}
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
-                values_S = in_memory(self.updated(buffer, params, master, rank)).to(self.device)
-                param = in_memory(params[buffer.key]).to(self.device) if self.offload.joins(buffer) else values_S
+                values_S = to_device(self.updated(buffer, params, master, rank), self.device)
+                param = to_device(params[buffer.key], self.device) if self.offload.joins(buffer) else values_S
                 optimizer[buffer.key] = self._first(buffer, param, values_S, files)["optimizer"]
         return optimizer
 

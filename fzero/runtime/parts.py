@@ -37,7 +37,7 @@ from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 T = TypeVar("T")
 State = TrainState[Tensor]

@@ -23,20 +23,18 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
-from fzero.runtime.file_agreement import agree
 from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import Binding
-from fzero.runtime.offload import Offload
 from fzero.runtime.state_form import StateForm
+from fzero.runtime.state_memory import StateMemory, state_memory
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.file_tensor import handles_of
-from fzero.storage.shard_io import BufferPool
+from fzero.storage.shard_transfer import BufferPool
 from fzero.verbs import gather_flat
 from sharding.views import torch_dtype, unflatten
 
@@ -110,7 +108,7 @@ class StepRuntime:
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         device: where the state is, and batches must be.
         scratch: memory for gathered parameters and unreduced gradients.
-        offload: moves state that lives off the device.
+        offload: holds the state; moves what of it lives off the device.
         updater: updates flat buffers.
         rules: the rules for the end of a step: loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.
@@ -133,7 +131,7 @@ class StepRuntime:
     bound: RankMesh | None
     device: torch.device
     scratch: BufferPool
-    offload: Offload
+    offload: StateMemory
     updater: Updater
     rules: StepRules
     batches: Batches
@@ -166,7 +164,7 @@ class StepRuntime:
             check_same(ranks, recipe.fingerprint(plan))
         recipe.check_placements(plan)
         recipe.check_compiled(plan)
-        offload, scratch = Offload(plan, device), BufferPool()
+        offload, scratch = state_memory(plan, device), BufferPool()
         bound = None if isinstance(ranks, AbstractAxis) else RankMesh.of(ranks, plan)
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
@@ -286,8 +284,7 @@ class StepRuntime:
 
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
-        if self.offload.has_files:
-            agree(next(handle.files for handle in handles_of(state)), self.mesh.world)
+        self.offload.agree_on(state, self.mesh.world)
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Any]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters."""

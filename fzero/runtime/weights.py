@@ -12,7 +12,6 @@ from fzero.comms.failures import meet
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
-from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather_flat
 from sharding.views import torch_dtype
 
@@ -69,7 +68,7 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
         if buffer.key not in weights:
             continue
         key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
-        if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
+        if not (isinstance(home, Tensor) and isinstance(own[key], Tensor)):
             raise ValueError(
                 f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
                 f"memory with fzero.place and a step without offload, and evaluate with that"
