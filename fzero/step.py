@@ -173,7 +173,7 @@ def make_train_step(
 
 def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan:
     """What the configuration compresses in the model."""
-    if not cfg.compression_training.compresses:
+    if not cfg.compresses:
         return CompressionPlan()
     from fzero.compression.matching import compression  # a step without compression does not load it
 

@@ -162,7 +162,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainSte
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
     """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
     plan = plan_of(model)
-    if plan is None and cfg.compression_training.compresses:
+    if plan is None and cfg.compresses:
         warnings.warn(
             "compression_training: compresses nothing here, as in DeepSpeed, because init_compression was not called; call "
             "deepspeed.compression.compress.init_compression(model, config) before initialize, or leave the block out",
@@ -229,7 +229,7 @@ def _loader(
         "world_size": step.data_world_size,
         "collate_fn": collate_fn,
     }
-    if cfg.data_efficiency.samples:
+    if cfg.data_efficiency is not None and cfg.samples:
         check_indexed(data)
         sampling = cfg.data_efficiency.data_sampling
         return CurriculumLoader(

@@ -218,7 +218,7 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if cfg.compression_training.compresses:
+    if cfg.compresses:
         raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
     if cfg.precision.stochastic_rounding:
         raise ConfigError(

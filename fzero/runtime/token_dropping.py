@@ -78,7 +78,7 @@ def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str | None) 
                 f"{block}: must have at most {MOST_LENGTHS} lengths with compile={compile!r}, which compiles each of them, got "
                 f"{num}; set {key} to {fewer.multiple} (now {lengths.multiple}){also}, or leave compile out"
             )
-    if compile == "step" and cfg.progressive_layer_drop.enabled:
+    if compile == "step" and cfg.drops_layers:
         raise ConfigError(
             "progressive_layer_drop.enabled: must be false with compile='step', whose graph always runs the same layers, got "
             "true; pass compile='block', or leave compile out"
@@ -92,15 +92,15 @@ def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
         ConfigError: the configuration asks for dropped tokens, and no layers are noted.
     """
     plan: TokenDropping | None = vars(model).get("token_dropping") if isinstance(model, nn.Module) else None
-    if cfg.data_efficiency.drops_tokens and plan is None:
+    if cfg.drops_tokens and plan is None:
         raise ConfigError(
             "data_efficiency.data_routing.random_ltd: needs the class of the layers; call "
             "fzero.data.RandomLTD(...).wrap(model, LayerClass) before make_train_step, or switch the block off"
         )
     for_engine = {
         "curriculum_learning": cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled,
-        "progressive_layer_drop": cfg.progressive_layer_drop.enabled,
-        "data_efficiency.data_sampling": cfg.data_efficiency.samples,
+        "progressive_layer_drop": cfg.drops_layers,
+        "data_efficiency.data_sampling": cfg.samples,
     }
     instead = {
         "curriculum_learning": "cut batches with fzero.data.truncated(batch, cfg.curriculum_learning.schedule()(n + 1))",

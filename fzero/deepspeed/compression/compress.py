@@ -11,6 +11,7 @@ from fzero.compression.cleaning import clean, shrunk
 from fzero.compression.plan import plan_of
 from fzero.compression.prepared import prepare
 from fzero.compression.students import start_of_student
+from fzero.config.compression import CompressionTraining
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import read
 from fzero.engine.engine import Engine
@@ -52,7 +53,7 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
     assert isinstance(module, nn.Module)
     plan = plan_of(module)
     if plan is None:
-        if not Config.load(_block(deepspeed_config)).compression_training.compresses:
+        if not Config.load(_block(deepspeed_config)).compresses:
             return module
         raise ConfigError(
             "redundancy_clean: needs a model after init_compression, got one without its plan; call init_compression before "
@@ -67,8 +68,10 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source) -> None:
     """Copies the layers of a teacher that the block `layer_reduction` names into a student, buffers included."""
-    reduction = Config.load(_block(deepspeed_config)).compression_training.layer_reduction
-    student_model.load_state_dict(start_of_student(student_model.state_dict(), teacher_model.state_dict(), reduction))
+    block = Config.load(_block(deepspeed_config)).compression_training or CompressionTraining()
+    student_model.load_state_dict(
+        start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
+    )
 
 
 def _block(source: Source) -> Source:
