@@ -34,14 +34,12 @@ from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
-from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
 from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.step_spec import StepSpec, bind
-from fzero.runtime.token_dropping import noted_dropping
+from fzero.runtime.step_spec import StepSpec, bind, noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
 from sharding import Mesh
@@ -54,6 +52,7 @@ if TYPE_CHECKING:
     from fzero.graph.timeline import Timeline
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
+    from fzero.runtime.activation_checkpointing import Choice
 
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", bound="TrainStep")

@@ -59,7 +59,10 @@ class GraphProgram:
         until: Literal["gradients", "update"] | None = None,
     ) -> Self:
         """The program of a step; `until` None is the gradients where the updated state lives off the device."""
-        if run.checkpointing.names and run.checkpointing.moves is not None:
+        checkpoint, moves = (
+            ((), None) if run.checkpointing is None else (run.checkpointing.names, run.checkpointing.moves)
+        )
+        if checkpoint and moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
@@ -84,7 +87,7 @@ class GraphProgram:
         compiled = CompiledStep(
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=run.checkpointing.names, stacked=stacked, compress=run.recipe.compress, drop=run.recipe.drop,
+            checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress, drop=run.recipe.drop,
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import optree
 from rich.console import Group
@@ -24,7 +24,6 @@ from torch import nn
 
 from fzero.common.arguments import check_model, check_names
 from fzero.config.config import Config, ConfigError
-from fzero.plans import traffic
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
@@ -239,7 +238,9 @@ class Plan:
         Two cases are known only after the first step (`TrainStep.schedule`): a unit whose weights the backward does not need
         (an embedding) is not gathered in it, and a unit that is used in several separate places is gathered for each.
         """
-        return traffic.totals(self.sent_by_axis)
+        from fzero.plans.traffic import totals  # a step does not count what it sends
+
+        return totals(self.sent_by_axis)
 
     @property
     def sent_by_axis(self) -> dict[str, dict[str, int]]:
@@ -248,19 +249,24 @@ class Plan:
         A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
         so does the all-gather over both; an all-reduce sends twice that.
         """
-        return self._sent(traffic.in_elements, self.comm_hooks)
+        return self._sent("elements", self.comm_hooks)
 
     @property
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
         """`sent_by_axis` in bytes, after the compression of the comm hooks."""
-        return self._sent(traffic.in_bytes, self.comm_hooks)
+        return self._sent("bytes", self.comm_hooks)
 
     @property
     def sent_nbytes_per_step(self) -> dict[str, int]:
         """The bytes that one rank sends to the others in a step, by collective, padding included."""
-        return traffic.totals(self.sent_nbytes_by_axis)
+        from fzero.plans.traffic import totals
 
-    def _sent(self, size: traffic.Size, hooks: CommHooks) -> dict[str, dict[str, int]]:
+        return totals(self.sent_nbytes_by_axis)
+
+    def _sent(self, what: Literal["elements", "bytes"], hooks: CommHooks) -> dict[str, dict[str, int]]:
+        from fzero.plans import traffic
+
+        size = traffic.in_elements if what == "elements" else traffic.in_bytes
         return traffic.sent_by_axis(self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size)
 
     def __rich__(self) -> Group:
@@ -273,7 +279,7 @@ class Plan:
             *report.traffic_lines(self.sent_by_axis, self.mesh),
         ]
         if self.comm_hooks:
-            exact = self._sent(traffic.in_bytes, CommHooks())
+            exact = self._sent("bytes", CommHooks())
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
         return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
 

@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -35,7 +35,6 @@ from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard
 
@@ -408,7 +407,7 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        _dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -448,6 +447,23 @@ def quantizing(run: StepRuntime, state: State) -> Any:
     return quantized_inputs(run.recipe.model, plan, int(state.step))
 
 
+def _dropping(run: StepRuntime, step: Tensor, micro: Callable[[], int]) -> Any:
+    if run.recipe.drop is None:
+        return nullcontext()
+    from fzero.runtime.token_dropping import dropping  # a step without dropped tokens does not load it
+
+    return dropping(run, run.recipe.drop, step, micro)
+
+
+def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
+    if run.checkpointing is None:
+        return nullcontext()
+    return run.checkpointing.applied(
+        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        moving=run.learned.moving_buffers,
+    )  # fmt: skip
+
+
 def _with_blocks(run: StepRuntime) -> Any:
     return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
 
@@ -455,16 +471,12 @@ def _with_blocks(run: StepRuntime) -> Any:
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
         _with_blocks(run),
-        run.checkpointing.applied(
-            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
-            moving=run.learned.moving_buffers,
-        ),
-        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
+        _checkpointing(run, window),
+        _dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 

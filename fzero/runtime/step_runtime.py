@@ -21,7 +21,6 @@ from fzero.config.optimizers import Optimizer
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
-from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
 from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from fzero.runtime.activation_checkpointing import Checkpointing
 
 
 class Program(Protocol):
@@ -115,7 +116,7 @@ class StepRuntime:
         builder: makes first states.
         form: the specs of all tensors of a state.
         learned: the findings of the first calls; shared by the step and the steps made from it by `following`.
-        checkpointing: the modules that run again in the backward.
+        checkpointing: the modules that run again in the backward, if there are any.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
         flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
         statistics: the names of the module buffers that hold running statistics.
@@ -138,7 +139,7 @@ class StepRuntime:
     builder: StateBuilder
     form: StateForm
     learned: Learned
-    checkpointing: Checkpointing
+    checkpointing: Checkpointing | None
     stored_names: dict[str, str]
     flags: FixedFlags | None
     statistics: frozenset[str]
