@@ -159,7 +159,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainSte
     return TrainStep(replace(recipe, pipeline=Pipeline()), bind(mesh, recipe.device))
 
 
-def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
+def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
     """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
     plan = plan_of(model)
     if plan is None and cfg.compresses:
@@ -169,7 +169,7 @@ def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
             ConfigWarning,
             stacklevel=4,
         )
-    return plan or CompressionPlan()
+    return plan
 
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:

@@ -17,6 +17,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked
+from fzero.compression.plan import CompressionPlan
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
@@ -87,7 +88,7 @@ class GraphProgram:
         compiled = CompiledStep(
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress, drop=run.recipe.drop,
+            checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 from rich.console import Group
@@ -30,14 +30,17 @@ from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
-from fzero.plans.placements import GivenPlacements, Streaming, with_placements
 from fzero.plans.stages import STAGES
+from fzero.plans.streaming import Streaming
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Replicated, Sharded, TensorSpec, declaration, round_robin
 from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.plans.placements import GivenPlacements
 
 __all__ = ["FlatParamPlan", "LiveLimitError", "Plan", "UnitPlan", "plan", "starts_of"]
 
@@ -357,8 +360,12 @@ def plan(
     planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
-    unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
-    hooks = comm_hooks_of(cfg.zero_optimization, mesh, gather_hook, reduce_hook)
+    zero = cfg.zero_optimization
+    if any(given is not None for given in (placements, zero.offload_optimizer, zero.offload_param)):
+        from fzero.plans.placements import with_placements  # a plan on the device does not load it
+
+        unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
+    hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in model.named_buffers()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)

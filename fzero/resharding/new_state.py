@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.param_groups import UserTransform
-from fzero.plans.placements import SUB_GROUP
+from fzero.plans.streaming import SUB_GROUP
 from fzero.resharding.tensors import Sources
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState

@@ -21,7 +21,6 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
-from fzero.compression.plan import is_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.own_params import full_values
@@ -57,7 +56,7 @@ class StateBuilder:
         Args:
             params, init_fn: see `given` and `init_fn` of `values`.
         """
-        world = mesh.world
+        world, compress = mesh.world, self.recipe.compress
         if params is not None:
             _check_names(self.recipe.model, params)
         files = self.offload.make_files(world)
@@ -69,7 +68,7 @@ class StateBuilder:
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
-            masks |= self.recipe.compress.first_masks(values)
+            masks |= {} if compress is None else compress.first_masks(values)
             del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
         found |= {name: mask for name, mask in masks.items() if not found[name].any()}
@@ -198,9 +197,7 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and (
-                extra := self.recipe.compress.first_extra(name, own)
-            ) is not None:
+            elif (given is not None or own.is_meta) and (extra := self._extra(name, own)) is not None:
                 values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
@@ -211,6 +208,11 @@ class StateBuilder:
                     initialised[prefix] = _initialise(module, prefix, init_fn, self.recipe.seed, self.device)
                 values[name] = initialised[prefix][name]
         return values
+
+    def _extra(self, name: str, like: Tensor) -> Tensor | None:
+        """The first value of a tensor that compression adds."""
+        compress = self.recipe.compress
+        return None if compress is None else compress.first_extra(name, like)
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The initial states of the comm hooks of reductions, by flat buffer and axis."""
@@ -275,6 +277,8 @@ def _initialise(
             filled = {**module._parameters, **module._buffers}
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
+    from fzero.compression.plan import is_added  # for a model on meta alone
+
     dot = f"{prefix}." if prefix else ""
     values = {dot + k: tensor.detach() for k, tensor in filled.items() if tensor is not None and not is_added(k)}
     for name, tensor in values.items():

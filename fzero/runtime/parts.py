@@ -279,7 +279,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
@@ -435,12 +435,16 @@ def _compares(run: StepRuntime, kind: str) -> bool:
 def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
     """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
     plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
+    if not plan:
+        return SeenParams()
+    from fzero.runtime.seen_compressed import SeenCompressed  # a step without compression does not load it
+
+    return SeenCompressed(plan, int(state.step), state.buffers, units=run.plan if keeps else None)
 
 
 def quantizing(run: StepRuntime, state: State) -> Any:
     plan = run.recipe.compress
-    if not plan.inputs:
+    if plan is None or not plan.inputs:
         return nullcontext()
     from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
 

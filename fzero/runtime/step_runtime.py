@@ -156,7 +156,7 @@ class StepRuntime:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        if recipe.compress.extras:
+        if recipe.compress is not None and recipe.compress.extras:
             from fzero.compression.added import registered  # a step without added tensors does not load it
 
             registered(recipe.compress, recipe.model)

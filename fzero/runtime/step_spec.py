@@ -22,13 +22,11 @@ from fzero.comms.axes import Bound, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
-from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
-from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
 from fzero.runtime.loss import LossFn, LossRules
@@ -36,8 +34,10 @@ from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
 
 if TYPE_CHECKING:
+    from fzero.compression.plan import CompressionPlan
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
+    from fzero.plans.placements import GivenPlacements
     from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
@@ -81,8 +81,8 @@ class StepSpec:
     """The names of the trained parameters; None takes those that require gradients. Then no `requires_grad` may change."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
-    compress: CompressionPlan = field(default_factory=CompressionPlan)
-    """What modules see of compressed parameters."""
+    compress: CompressionPlan | None = None
+    """What modules see of compressed parameters; None where nothing is compressed."""
     drop: TokenDropping | None = None
     """The layers that see a part of the tokens."""
     pipeline: Pipelined | None = None
@@ -101,7 +101,7 @@ class StepSpec:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
-        if self.compile == "block" and self.compress.inputs:
+        if self.compile == "block" and self.compress is not None and self.compress.inputs:
             raise ConfigError(
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
                 "compiled in every step, got it on; pass compile='step', or leave compile out"
@@ -268,6 +268,11 @@ class StepSpec:
         )
 
     @property
+    def ranges(self) -> frozenset[str]:
+        """The module buffers that hold (min, max) of quantized inputs."""
+        return frozenset() if self.compress is None else self.compress.ranges
+
+    @property
     def statistics(self) -> set[str]:
         """The names of buffers with running statistics.
 
@@ -314,7 +319,7 @@ class StepSpec:
                 "checkpoint": ", ".join(self.checkpointing.names) if self.checkpointing is not None else "",
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
-                "compression": str(self.compress),
+                "compression": str(self.compress or "no compression"),
                 "random_ltd": str(self.drop),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },

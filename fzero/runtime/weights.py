@@ -87,10 +87,11 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
 
 def with_first_masks(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
     """The state whose masks (`l1`) without any True are made from its weights. *Collective* where there are such masks."""
-    extras = [extra for extra in run.recipe.compress.extras if extra.kind == "mask"]
-    if any(not state.buffers[extra.name].any() for extra in extras):
+    plan = run.recipe.compress
+    extras = [extra for extra in plan.extras if extra.kind == "mask"] if plan is not None else []
+    if plan is not None and any(not state.buffers[extra.name].any() for extra in extras):
         for views in run.full_weights(state):
-            for name, mask in run.recipe.compress.first_masks(views).items():
+            for name, mask in plan.first_masks(views).items():
                 if not state.buffers[name].any():
                     state.buffers[name].copy_(mask)
     return state
