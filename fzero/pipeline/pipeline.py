@@ -231,13 +231,13 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if cfg.compression_training.compresses:
+    if cfg.compresses:
         raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
-    if recipe.drop is not None or cfg.data_efficiency.drops_tokens:
+    if recipe.drop is not None or cfg.drops_tokens:
         raise ConfigError(
             "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
         )
-    if cfg.progressive_layer_drop.enabled:
+    if cfg.drops_layers:
         raise ConfigError(
             "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one input, got true; leave the "
             "block out"

@@ -23,7 +23,7 @@ from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
 from fzero.storage.file_tensor import FileTensor
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 State = TrainState[Tensor]
 

@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -35,9 +35,8 @@ from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -286,7 +285,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
@@ -414,7 +413,7 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         _with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        _dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -442,16 +441,37 @@ def _compares(run: StepRuntime, kind: str) -> bool:
 def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
     """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
     plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
+    if not plan:
+        return SeenParams()
+    from fzero.runtime.seen_compressed import SeenCompressed  # a step without compression does not load it
+
+    return SeenCompressed(plan, int(state.step), state.buffers, units=run.plan if keeps else None)
 
 
 def quantizing(run: StepRuntime, state: State) -> Any:
     plan = run.recipe.compress
-    if not plan.inputs:
+    if plan is None or not plan.inputs:
         return nullcontext()
     from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
 
     return quantized_inputs(run.recipe.model, plan, int(state.step))
+
+
+def _dropping(run: StepRuntime, step: Tensor, micro: Callable[[], int]) -> Any:
+    if run.recipe.drop is None:
+        return nullcontext()
+    from fzero.runtime.token_dropping import dropping  # a step without dropped tokens does not load it
+
+    return dropping(run, run.recipe.drop, step, micro)
+
+
+def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
+    if run.checkpointing is None:
+        return nullcontext()
+    return run.checkpointing.applied(
+        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        moving=run.learned.moving_buffers,
+    )  # fmt: skip
 
 
 def _with_blocks(run: StepRuntime) -> Any:
@@ -461,16 +481,12 @@ def _with_blocks(run: StepRuntime) -> Any:
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
         _with_blocks(run),
-        run.checkpointing.applied(
-            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
-            moving=run.learned.moving_buffers,
-        ),
-        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
+        _checkpointing(run, window),
+        _dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 
