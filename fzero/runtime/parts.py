@@ -28,11 +28,11 @@ from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
 from fzero.runtime.own_params import OwnGrads
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
@@ -412,8 +412,8 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
-        _with_blocks(run),
-        _dropping(run, state.step, lambda: 0),
+        with_blocks(run),
+        dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -438,33 +438,6 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
-    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
-    plan = run.recipe.compress
-    if not plan:
-        return SeenParams()
-    from fzero.runtime.seen_compressed import SeenCompressed  # a step without compression does not load it
-
-    return SeenCompressed(plan, int(state.step), state.buffers, units=run.plan if keeps else None)
-
-
-def quantizing(run: StepRuntime, state: State) -> Any:
-    plan = run.recipe.compress
-    if plan is None or not plan.inputs:
-        return nullcontext()
-    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
-
-    return quantized_inputs(run.recipe.model, plan, int(state.step))
-
-
-def _dropping(run: StepRuntime, step: Tensor, micro: Callable[[], int]) -> Any:
-    if run.recipe.drop is None:
-        return nullcontext()
-    from fzero.runtime.token_dropping import dropping  # a step without dropped tokens does not load it
-
-    return dropping(run, run.recipe.drop, step, micro)
-
-
 def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
     if run.checkpointing is None:
         return nullcontext()
@@ -474,19 +447,15 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
     )  # fmt: skip
 
 
-def _with_blocks(run: StepRuntime) -> Any:
-    return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
-
-
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
-        _with_blocks(run),
+        with_blocks(run),
         _checkpointing(run, window),
-        _dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
+        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
 

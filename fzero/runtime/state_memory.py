@@ -36,16 +36,6 @@ Parts = dict[str, Any]
 _OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
 
 
-def state_memory(plan: Plan, device: torch.device) -> StateMemory:
-    """The memory of a plan's state, for a model on `device`."""
-    memory = StateMemory(plan, device)
-    if all(memory.kind(placement) == "here" for placement in plan.placements.values()):
-        return memory
-    from fzero.runtime.offload import Offload  # a step whose state is on the device does not load it
-
-    return Offload(plan, device)
-
-
 class StateMemory:
     """Creates and checks the flat buffers of a plan whose model, and all of whose state, is on `device`."""
 

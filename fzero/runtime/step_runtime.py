@@ -28,7 +28,7 @@ from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import Binding
 from fzero.runtime.state_form import StateForm
-from fzero.runtime.state_memory import StateMemory, state_memory
+from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
@@ -167,7 +167,7 @@ class StepRuntime:
             check_same(ranks, recipe.fingerprint(plan))
         recipe.check_placements(plan)
         recipe.check_compiled(plan)
-        offload, scratch = state_memory(plan, device), BufferPool()
+        offload, scratch = _memory_of(plan, device), BufferPool()
         bound = None if isinstance(ranks, AbstractAxis) else RankMesh.of(ranks, plan)
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
@@ -301,3 +301,13 @@ class StepRuntime:
         shards = self.offload.transfer(self.scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             yield unflatten(gather_flat(flat, buffer, self.mesh), buffer.layout)
+
+
+def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
+    """The memory of a plan's state, for a model on `device`."""
+    memory = StateMemory(plan, device)
+    if all(memory.kind(placement) == "here" for placement in plan.placements.values()):
+        return memory
+    from fzero.runtime.offload import Offload  # a step whose state is on the device does not load it
+
+    return Offload(plan, device)

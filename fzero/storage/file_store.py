@@ -39,7 +39,7 @@ from fzero.storage import ownership as claims
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
 from fzero.storage.file_tensor import FileSpec, StoreError, bare
 from fzero.storage.ownership import folder_of
-from fzero.storage.shard_transfer import PAGE
+from fzero.storage.pages import PAGE
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 

@@ -8,7 +8,6 @@ Shape letters: S elements of a shard.
 
 from __future__ import annotations
 
-import mmap
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,13 +16,10 @@ import torch
 from torch import Tensor
 
 from fzero.plans.flat_params import FlatParamPlan
+from fzero.storage.pages import CHUNK, PAGE
 
 if TYPE_CHECKING:
     from fzero.storage.file_tensor import FilePart, FileTensor, Leaf
-
-PAGE = mmap.PAGESIZE
-CHUNK = 1 << 16
-"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
 
 AnyLeaf = TypeVar("AnyLeaf", Tensor, "Leaf")
 
