@@ -362,8 +362,9 @@ class ProgressiveLayerDrop(Block):
     """How fast θ falls."""
 
 
-def data_warnings(efficiency: DataEfficiency, curriculum: CurriculumLearning | None) -> list[str]:
+def data_warnings(efficiency: DataEfficiency | None, curriculum: CurriculumLearning | None) -> list[str]:
     """Lines for keys without effect, and for difficulties that do not begin where they say."""
+    efficiency = efficiency or DataEfficiency()
     lines = efficiency.ineffective()
     if curriculum is not None and curriculum.enabled:
         lines += [f"curriculum_learning.{line}" for line in curriculum.warnings()]

@@ -20,8 +20,9 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.engine.divided import Divided
 from fzero.engine.param_status import mark
-from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, called, engine_of, needs_values
+from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, engine_of
 from fzero.runtime.step_spec import check_same
+from fzero.runtime.tensor_uses import called, needs_values
 
 _NUMBERS = count()
 """The next `ds_id`: the same on all ranks, which divide parameters in one order."""

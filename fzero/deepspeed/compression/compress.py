@@ -11,6 +11,7 @@ from fzero.compression.cleaning import clean, shrunk
 from fzero.compression.plan import plan_of
 from fzero.compression.prepared import prepare
 from fzero.compression.students import start_of_student
+from fzero.config.compression import CompressionTraining
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import read
 from fzero.engine.divided_params import gathered, shaped
@@ -38,7 +39,8 @@ def init_compression(
     _check_mpu(mpu)
     cfg = Config.load(_block(deepspeed_config))
     params = [*model.parameters(), *(teacher_model.parameters() if teacher_model is not None else ())]
-    inside: Any = gathered(params, 0) if cfg.compression_training.layer_reduction.enabled else shaped(model)
+    block = cfg.compression_training or CompressionTraining()
+    inside: Any = gathered(params, 0) if block.layer_reduction.enabled else shaped(model)
     with inside:
         prepare(model, cfg, teacher=teacher_model)
     return model
@@ -60,7 +62,7 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
     assert isinstance(module, nn.Module)
     plan = plan_of(module)
     if plan is None:
-        if not Config.load(_block(deepspeed_config)).compression_training.compresses:
+        if not Config.load(_block(deepspeed_config)).compresses:
             return module
         raise ConfigError(
             "redundancy_clean: needs a model after init_compression, got one without its plan; call init_compression before "
@@ -76,10 +78,10 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source) -> None:
     """Copies the layers of a teacher that the block `layer_reduction` names into a student, buffers included."""
-    reduction = Config.load(_block(deepspeed_config)).compression_training.layer_reduction
+    block = Config.load(_block(deepspeed_config)).compression_training or CompressionTraining()
     with gathered([*student_model.parameters(), *teacher_model.parameters()], 0):
         student_model.load_state_dict(
-            start_of_student(student_model.state_dict(), teacher_model.state_dict(), reduction)
+            start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
         )
 
 
