@@ -77,6 +77,11 @@ def test_what_does_not_fit_is_an_error_with_the_field_and_the_fix(techniques: di
         compression(settings(techniques), net())
 
 
+def test_what_is_no_module_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function; call its class first"):
+        compression(settings(quantization(["up"])), net)  # type: ignore[arg-type]
+
+
 def test_a_module_in_two_groups_of_a_technique_is_an_error() -> None:
     two = quantization(["up"])
     groups = two["weight_quantization"]["different_groups"]

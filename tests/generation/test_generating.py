@@ -175,6 +175,23 @@ def test_one_inside_another_gives_the_same_tokens(by: str) -> None:
         assert torch.equal(greedy(model, ids(1)), inner)
 
 
+def test_simulated_ranks_generate_from_their_gathered_weights() -> None:
+    step = fzero.make_train_step(
+        gpt2(), fzero.Config.load(settings(3)), loss_fn=loss_of, mesh=fzero.comms.AbstractAxis("data", 2)
+    )
+    ranks = fzero.simulate(step, by="lockstep")
+    state = ranks.init()
+    for call in (
+        lambda: fzero.generating(ranks, state).__enter__(),  # type: ignore[arg-type]
+        lambda: next(server_weights(ranks, state)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            TypeError, match="must be what make_train_step returned, got LockstepRanks; load what gather"
+        ):
+            call()
+    gpt2().load_state_dict(ranks.gather(state))
+
+
 def test_a_write_is_refused_and_with_copies_dropped() -> None:
     step, state = _made()
     before = step.gather(state)
