@@ -69,7 +69,7 @@ def generating(
     model, dtype = step.recipe.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate", learns=False), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
