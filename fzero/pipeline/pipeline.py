@@ -31,12 +31,10 @@ from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan
+from fzero.plans.staged import PIPE, StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, check_same
 from sharding import Mesh
-
-PIPE = "pipe"
-"""The mesh axis of the stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +78,13 @@ class Pipeline:
         model = _module_of(recipe.model, order.stages)
         return model, order, model.partition(order.num_chunks, self.partition)
 
+    def plan(self, recipe: StepSpec, mesh: Mesh) -> StagedPlan:
+        """The plans of all stages. Layers of other stages are built on `meta`; sends nothing."""
+        model, order, bounds = self.division(recipe, mesh)
+        num_data = mesh.axis_size(DATA)
+        recipes = (_stage_recipe(recipe, model, order, bounds, stage, device="meta") for stage in range(order.stages))
+        return StagedPlan(mesh, tuple(own.plan(num_data) for own in recipes))
+
     def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
@@ -92,9 +97,9 @@ class Pipeline:
         _check_recipe(recipe, mesh)
         model, order, bounds = self.division(recipe, mesh)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
-        chunks = order.chunks_of(axis.rank)
-        layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
-        own = replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+        own = _stage_recipe(recipe, model, order, bounds, axis.rank)
+        layers = own.model
+        assert isinstance(layers, StageLayers)
         run = StepRuntime.make(own, inner)
         if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
             return run
@@ -109,6 +114,14 @@ class Pipeline:
             blocks=partial(_blocks, model, layers), mailbox=Mailbox(axis, run.device),
         )  # fmt: skip
         return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, axis), recipe=own)
+
+
+def _stage_recipe(
+    recipe: StepSpec, model: PipelineModule, order: PipeOrder, bounds: Bounds, stage: int, device: str | None = None
+) -> StepSpec:
+    """The arguments of the step of one stage, whose layers are built on `device`."""
+    layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
+    return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
 
 
 # --- the agreements of the stages ------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
 from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, plan
+from fzero.plans.staged import StagedPlan
 from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
 from fzero.runtime.loss import LossFn, LossRules
@@ -44,6 +45,10 @@ if TYPE_CHECKING:
 
 class Pipelined(Protocol):
     """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+
+    def plan(self, recipe: StepSpec, mesh: Mesh, /) -> StagedPlan:
+        """The plans of all stages."""
+        ...
 
     def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
         """The `StepRuntime` of this rank's stage."""
