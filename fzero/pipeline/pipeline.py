@@ -9,8 +9,9 @@ any step. Two things are a pipeline's own: the program (`fzero.pipeline.executio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
@@ -45,17 +46,20 @@ class Pipeline:
         order: in which order each stage runs the forwards and backwards of its micro-batches: a function of the numbers of stages
             and micro-batches (`fzero.pipeline.orders`), or its name.
         partition: how layers are divided among chunks: a method, bounds or costs (see `PipelineModule`). None takes the module's.
+        device: where this rank's layers of `LayerSpec`s are built; None is the current device. On "meta" they get no values:
+            `init` makes those of a model on `meta`, or `fzero.load_weights` reads them, so that no layer is in memory twice.
     """
 
     order: Order | str = "1f1b"
-    partition: str | Sequence[Any] | None = field(default=None)
+    partition: str | Sequence[Any] | None = None
+    device: str | None = None
 
     @classmethod
     def of(cls, given: Any) -> Pipeline:
         """The value of `pipeline=`: a `Pipeline`, or an order.
 
         >>> Pipeline.of("gpipe")
-        Pipeline(order='gpipe', partition=None)
+        Pipeline(order='gpipe', partition=None, device=None)
         """
         if isinstance(given, Pipeline):
             return given
@@ -97,10 +101,12 @@ class Pipeline:
         _check_recipe(recipe, mesh)
         model, order, bounds = self.division(recipe, mesh)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
-        own = _stage_recipe(recipe, model, order, bounds, axis.rank)
+        own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
         layers = own.model
         assert isinstance(layers, StageLayers)
         run = StepRuntime.make(own, inner)
+        if recipe.cfg.precision.stochastic_rounding:
+            run = _rounded_alike(run, recipe, model)
         if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
             return run
         arguments = {
@@ -124,13 +130,27 @@ def _stage_recipe(
     return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
 
 
+def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
+    """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
+    whole = model.build(0, model.num_layers, device="meta")
+    buffers = replace(recipe, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
+    starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
+    places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
+    updater = replace(run.updater, places=places)
+    return replace(run, updater=updater, builder=replace(run.builder, updater=updater))
+
+
 # --- the agreements of the stages ------------------------------------------------------------------------------------
 
 
 def _stages(
     run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, axis: Bound
 ) -> Stages:
-    """*Collective* of the stages: sends the names of their parameters."""
+    """*Collective* of the stages: sends the names of their parameters.
+
+    Raises:
+        ConfigError: on every rank, if tied layers are in files.
+    """
     first = {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
 
     def layer_of(buffer: FlatParamPlan) -> int:
@@ -139,7 +159,12 @@ def _stages(
 
     measured = [(layer_of(b), b.key) for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
     names = list(run.stored_names)
-    every = collectives.exchange((measured, names), axis, label=Label("compare"))
+    every = collectives.exchange((measured, names, run.offload.has_files), axis, label=Label("compare"))
+    if model.tied and any(has_files for *_, has_files in every):
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' where stages tie layers, whose gradients they "
+            f"add in memory, got 'nvme' with the tied {', '.join(model.tied)}; keep the state in host memory"
+        )
     ties = []
     for key, tied in model.tied.items():
         holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
@@ -156,10 +181,10 @@ def _stages(
         unit = _module_in(name)
         return first[unit] if unit in first else int(unit)
 
-    in_order = sorted(dict.fromkeys(name for _, own in every for name in own), key=place)
-    buffers = tuple(order_of([own for own, _ in every]))
+    in_order = sorted(dict.fromkeys(name for _, own, _ in every for name in own), key=place)
+    buffers = tuple(order_of([own for own, *_ in every]))
     return Stages(
-        world=world, axis=axis, members=tuple(members), buffers=buffers, most=max(len(own) for own, _ in every),
+        world=world, axis=axis, members=tuple(members), buffers=buffers, most=max(len(own) for own, *_ in every),
         ties=tuple(ties), names=tuple(in_order),
     )  # fmt: skip
 
@@ -238,23 +263,18 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
         "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
     }  # fmt: skip
     fixes = {
-        "compile": "leave it out", "units": "leave it out: each layer is a unit", "order": "leave it out",
+        "compile": "leave it out: a stage goes from one micro-batch to another as the order says, in no one graph",
+        "units": "leave it out: each layer is a unit",
+        "order": "leave it out",
         "checkpoint": "pass PipelineModule(activation_checkpoint_interval=…)",
-    }  # fmt: skip
+    }
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
     if cfg.compression_training.compresses:
-        raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
-    if cfg.precision.stochastic_rounding:
         raise ConfigError(
-            "stochastic rounding: must be off with a pipeline, whose stages would draw the same numbers, got it on"
-        )
-    offloads = (cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param)
-    if any(block is not None and block.device == "nvme" for block in offloads):
-        raise ConfigError(
-            "zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' with a pipeline, got 'nvme'; keep the state in "
-            "host memory"
+            "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
+            "leave the block out"
         )
     if recipe.device.type != "cpu":
         raise ValueError(

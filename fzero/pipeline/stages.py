@@ -22,7 +22,6 @@ from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.file_tensor import FileTensor
 from fzero.storage.shard_io import own_shard
 
 State = TrainState[Tensor]
@@ -197,8 +196,6 @@ class Stages:
                 for kind in (state.params, state.master):
                     if key in kind:
                         home = kind[key]
-                        if isinstance(home, FileTensor):
-                            raise _in_file(key)
                         home.copy_(self._exchanged(home, tie.holders, Label("init", f"tied {key}"))[0])
 
     def _exchanged(self, x: Tensor, holders: Sequence[int], label: Label) -> list[Tensor]:
@@ -234,6 +231,35 @@ class Stages:
                     found[name] = x
         return dict(sorted(found.items(), key=lambda item: self.names.index(item[0])))
 
+    def streamed(
+        self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]
+    ) -> tuple[dict[str, str], dict[str, Any], Iterator[Mapping[str, Tensor]]]:
+        """The keys, forms and tensors of all stages; the tensors one flat buffer of each stage at a time, on the first stage.
+
+        *Collective* of the stages, also each step of the iterator: each sends its tensors to the others.
+
+        Args:
+            names: the keys of this stage's state dict, each with the name of its tensor.
+            forms: of these tensors, as plain values.
+            own: these tensors, those of one flat buffer after the other.
+        """
+        every = collectives.exchange((names, forms), self.axis, label=Label("gather"))
+        all_names = {key: name for theirs, _ in reversed(every) for key, name in theirs.items()}
+        place = {name: index for index, name in enumerate(self.names)}
+        ordered = dict(sorted(all_names.items(), key=lambda item: place[item[0]]))
+        all_forms = {name: form for _, theirs in reversed(every) for name, form in theirs.items()}
+        return ordered, all_forms, self._each(own, set(names.values()))
+
+    def _each(self, own: Iterator[Mapping[str, Tensor]], stored: set[str]) -> Iterator[Mapping[str, Tensor]]:
+        copies = tuple(f"{tie.unit}." for tie in self.ties if tie.holders[0] != self.stage)
+        while True:
+            tensors = next(own, None)
+            if not any(collectives.exchange(tensors is not None, self.axis, label=Label("gather"))):
+                return
+            items = (tensors or {}).items()
+            kept = {name: x for name, x in items if name in stored and not name.startswith(copies)}
+            yield self.all_of(kept, keep=self.is_first)
+
     def stores(self, tensor: str) -> bool:
         """Whether this stage stores a tensor of the state in checkpoints.
 
@@ -248,15 +274,8 @@ class Stages:
 def _kept(grad: Any, buffer: FlatParamPlan, shard: int) -> Tensor:
     """The part of a gradient that this rank has reduced."""
     part = grad if buffer.flow.reduces_to == "full" else own_shard(grad, buffer, shard)
-    if not isinstance(part, Tensor):
-        raise _in_file(buffer.key)
+    assert isinstance(part, Tensor), "tied layers are in memory"
     return part
-
-
-def _in_file(key: str) -> ValueError:
-    return ValueError(
-        f"pipeline: a tied layer must be in memory, got {key!r} in files; leave its state on the device or the host"
-    )
 
 
 def _check_pair(batch: Any) -> None:
