@@ -319,7 +319,7 @@ class _Training(Passes):
     def _site(self, name: str, block: Call) -> Site:
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
-        moves = run.checkpointing.moves
+        moves = run.checkpointing.moves if run.checkpointing is not None else None
         return Site(
             name, block, slots, run.learned.moving_buffers, moves, self.window.work.recomputing, self.anchor.detach()
         )

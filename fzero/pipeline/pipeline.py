@@ -271,7 +271,16 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if cfg.compression_training.compresses:
+    if recipe.drop is not None or cfg.drops_tokens:
+        raise ConfigError(
+            "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
+        )
+    if cfg.drops_layers:
+        raise ConfigError(
+            "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one input, got true; leave the "
+            "block out"
+        )
+    if cfg.compresses:
         raise ConfigError(
             "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
             "leave the block out"

@@ -22,7 +22,7 @@ from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 State = TrainState[Tensor]
 
