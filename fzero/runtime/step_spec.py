@@ -28,7 +28,6 @@ from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
 from fzero.plans.plan import Plan, plan
-from fzero.plans.staged import StagedPlan
 from fzero.plans.units import blocks_of
 from fzero.runtime.held_tensors import Held, find_held
 from fzero.runtime.loss import LossFn, LossRules
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.placements import GivenPlacements
+    from fzero.plans.staged import StagedPlan
     from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
