@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fzero.comms import collectives
-from fzero.comms.axes import observed
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
-from fzero.pipeline.messages import Mailbox, Message, Received, Route, tensors_in
-from fzero.pipeline.orders import PipeOrder
+from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
+from fzero.pipeline.orders import COMPUTE, PipeOrder
 from fzero.pipeline.seeds import Seeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
@@ -92,7 +91,7 @@ class PipelineProgram:
 
     def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
         """The mean of the losses of all ranks. *Collective:* every rank."""
-        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64)
+        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64, device=run.device)
         own_A2 = torch.stack(passes.losses) if passes.losses else none
         rows_A2 = collectives.stack(own_A2, stages.axis, label=_LOSSES)[-1]
         rows_M2 = collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
@@ -116,11 +115,11 @@ class PipelineProgram:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
-        return replace(self, mailbox=replace(self.mailbox, axis=observed(self.mailbox.axis, observe)))
+        return replace(self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe)))
 
     def _execute(self, passes: Passes, run: StepRuntime, order: PipeOrder) -> None:
         events = order.events[stages_of(run).stage]
-        self.mailbox.expect([message_of(order, event) for event in events if event.kind.startswith("receive")])
+        self.mailbox.expect(expected_of(order, stages_of(run).stage))
         for event in events:
             passes.do[event.kind](event)
         self.mailbox.end()
@@ -145,6 +144,23 @@ def message_of(order: PipeOrder, event: Event) -> Message:
     is_output = event.kind in ("send_output", "receive_input")
     chunk = event.chunk - (event.kind in ("receive_input", "send_gradient"))
     return Message(Route("output" if is_output else "gradient", chunk), event.micro_batch, order.peer(event))
+
+
+@lru_cache
+def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
+    """The messages that a stage will receive, in order."""
+    num_received = dict[Message, int]()  # by what a peer sends, its receives from this stage so far
+    for peer, events in enumerate(order.events):
+        count = 0
+        for event in events if peer != stage else ():
+            if event.kind in COMPUTE or order.peer(event) != stage:
+                continue
+            if event.kind.startswith("receive"):
+                count += 1
+            else:
+                num_received[message_of(order, event)._replace(peer=peer)] = count
+    received = (message_of(order, event) for event in order.events[stage] if event.kind.startswith("receive"))
+    return tuple(Expected(message, num_received[message]) for message in received)
 
 
 class Passes:

@@ -18,13 +18,13 @@ from torch import nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
-from fzero.comms.process_group import along
+from fzero.comms.process_group import along, once_more
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.pipeline.execution import PipelineProgram
 from fzero.pipeline.layers import StageLayers
-from fzero.pipeline.messages import Mailbox
+from fzero.pipeline.messages import Mailbox, Ways
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
@@ -102,6 +102,8 @@ class Pipeline:
         model, order, bounds = self.division(recipe, mesh)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
+        if recipe.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
+            own.model.to(recipe.device)  # layers of specs have their seeds on the CPU
         layers = own.model
         assert isinstance(layers, StageLayers)
         run = StepRuntime.make(own, inner)
@@ -114,12 +116,13 @@ class Pipeline:
         }  # fmt: skip
         check_same(world, {"configuration": recipe.fingerprint_of_config, "pipeline": arguments})
         _check_groups(recipe, layers, axis)
+        ways = Ways(axis, once_more(axis) if run.device.type == "cuda" else axis)
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
-            blocks=partial(_blocks, model, layers), mailbox=Mailbox(axis, run.device),
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
         )  # fmt: skip
-        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, axis), recipe=own)
+        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), recipe=own)
 
 
 def _stage_recipe(
@@ -144,14 +147,14 @@ def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) ->
 
 
 def _stages(
-    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, axis: Bound
+    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, ways: Ways
 ) -> Stages:
     """*Collective* of the stages: sends the names of their parameters.
 
     Raises:
         ConfigError: on every rank, if tied layers are in files.
     """
-    first = {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
+    axis, first = ways.up, {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
 
     def layer_of(buffer: FlatParamPlan) -> int:
         unit = _module_in(buffer.layout.names[0])
@@ -184,8 +187,8 @@ def _stages(
     in_order = sorted(dict.fromkeys(name for _, own, _ in every for name in own), key=place)
     buffers = tuple(order_of([own for own, *_ in every]))
     return Stages(
-        world=world, axis=axis, members=tuple(members), buffers=buffers, most=max(len(own) for own, *_ in every),
-        ties=tuple(ties), names=tuple(in_order),
+        world=world, ways=ways, members=tuple(members), buffers=buffers, most=max(len(own) for own, *_ in every),
+        ties=tuple(ties), names=tuple(in_order), device=run.device,
     )  # fmt: skip
 
 
@@ -284,11 +287,6 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
         raise ConfigError(
             "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
             "leave the block out"
-        )
-    if recipe.device.type != "cpu":
-        raise ValueError(
-            f"pipeline: stages must be on the CPU (gloo) as yet, got a model on {recipe.device}; NCCL pairs sends and receives "
-            f"by their order on one stream, which an order of micro-batches does not keep"
         )
 
 

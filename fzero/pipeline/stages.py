@@ -18,6 +18,7 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import Bound, observed
 from fzero.comms.records import CommRecord, Label
+from fzero.pipeline.messages import Ways
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
@@ -48,22 +49,29 @@ class Stages:
 
     Attributes:
         world: all ranks of the job.
-        axis: the ranks with the same place in the other axes, one for each stage.
+        ways: the ranks with the same place in the other axes, one for each stage.
         members: each rank with its stage, in words.
         buffers: the flat buffers that have a part in the norm: (stage, place among its stage's), in the order of the layers; a
             tied one is named for its lowest stage.
         most: the most such buffers of one stage.
         ties: the tied layers of this stage.
         names: the names of all parameters and buffers of the model in the order of the layers.
+        device: of this rank.
     """
 
     world: Bound
-    axis: Bound
+    ways: Ways
     members: tuple[str, ...]
     buffers: tuple[tuple[int, int], ...]
     most: int
     ties: tuple[Tie, ...]
     names: tuple[str, ...]
+    device: torch.device
+
+    @property
+    def axis(self) -> Bound:
+        """The ranks of all stages, for collectives."""
+        return self.ways.up
 
     @property
     def stage(self) -> int:
@@ -83,7 +91,7 @@ class Stages:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same stages, whose collectives are also reported to `observe`."""
-        return replace(self, world=observed(self.world, observe), axis=observed(self.axis, observe))
+        return replace(self, world=observed(self.world, observe), ways=self.ways.observed(observe))
 
     # --- at the start of a step -----------------------------------------------------------------------------------
 
@@ -121,7 +129,8 @@ class Stages:
             except Exception as raised:  # all ranks must be told, whatever it is
                 error = raised
         count = len(found) if self.is_first or self.is_last else -1
-        row = torch.tensor([float(error is not None), float(state.step), count], dtype=torch.float64)
+        values = [float(error is not None), float(state.step), count]
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = collectives.stack(row, self.world, label=Label("agree", "on the batches of all stages"))
         if rows[:, 0].any():
             texts = collectives.exchange(None if error is None else str(error), self.world, label=Label("agree"))
@@ -203,8 +212,8 @@ class Stages:
         x = x.contiguous()
         found = {stage: x if stage == self.stage else torch.empty_like(x) for stage in holders}
         others = [stage for stage in holders if stage != self.stage]
-        pending = [collectives.start_receive(found[stage], stage, self.axis, label=label) for stage in others]
-        pending += [collectives.start_send(x, stage, self.axis, label=label) for stage in others]
+        pending = [collectives.start_receive(found[stage], stage, self.ways.of(stage), label=label) for stage in others]
+        pending += [collectives.start_send(x, stage, self.ways.to(stage), label=label) for stage in others]
         for one in pending:
             one.end()
         return list(found.values())
