@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -144,7 +145,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
         return step.joined(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
     world = step.runtime.world
     meet("fzero.load_weights", world)
-    scratch = step.runtime.offload.make_files(world)
+    scratch = together(world, partial(step.runtime.offload.make_files, step.runtime.mesh.world))
     check_same_folder(world, path, "load_weights")
     read = together(world, lambda: _load(Path(path), step, scratch))
     return with_first_masks(step.runtime, placed(read, step, scratch))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fzero
 from fzero.estimation import estimate_layers
 from fzero.pipeline import LayerSpec, Pipeline, PipelineModule
+from sharding import Mesh
 
 
 class Flip(nn.Module):
@@ -185,3 +186,34 @@ def test_weights_of_all_stages_are_exported_in_16_bits(made: Any, tmp_path: Path
     assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
     files = [sorted(path.name for path in (tmp_path / str(stages)).iterdir()) for stages in (1, 3)]
     assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("has_files", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_stages_without_parameters_train_save_load_move_and_export(has_files: bool, tmp_path: Path) -> None:
+    keys = in_files(tmp_path / "files") if has_files else {}
+    case = Case(
+        3,
+        keys={key: keys[key] for key in keys if key == "zero_optimization"}
+        | {"train_batch_size": 12, "gradient_accumulation_steps": 3},
+    )
+    batch = tuple(torch.randn(12, 5) for _ in range(2))
+
+    def made(stages: int, num_data: int) -> Any:
+        specs = [LayerSpec(nn.Linear, 5, 7), torch.tanh, torch.relu, LayerSpec(nn.Linear, 7, 5)]
+        model = PipelineModule(specs, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        mesh = fzero.comms.AbstractAxis.of(Mesh.of(pipe=stages, data=num_data))
+        return fzero.simulate(fzero.make_train_step(model, case.config(), mesh=mesh), by="lockstep")
+
+    def after(ranks: Any, state: Any) -> tuple[Any, float]:
+        state, metrics = ranks(state, tuple(x.reshape(ranks.plan.world_size, -1, 5) for x in batch))
+        return state, metrics.loss.item()
+
+    first, other = made(4, 2), made(1, 2)
+    state, loss = after(first, first.init())
+    assert loss == after(other, other.init())[1]
+    fzero.save(state, tmp_path / "saved", step=first)
+    fzero.checkpoint.save_16bit_model(state, tmp_path / "weights", step=first)
+    wide = made(3, 2)
+    moved, loaded = fzero.reshard(state, first, wide), fzero.load(tmp_path / "saved", step=wide).state
+    fzero.load_weights(tmp_path / "weights", step=wide)
+    assert len({after(*pair)[1] for pair in ((first, state), (wide, moved), (wide, loaded))}) == 1
