@@ -21,7 +21,7 @@ from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
 from fzero.comms.process_group import along, once_more
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
-from fzero.config.config import ConfigError
+from fzero.config.config import Config, ConfigError
 from fzero.pipeline.execution import PipelineProgram
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Mailbox, Ways
@@ -100,6 +100,8 @@ class Pipeline:
         mesh = _checked_mesh(world)
         _check_recipe(recipe, mesh)
         model, order, bounds = self.division(recipe, mesh)
+        if recipe.cfg.zero_optimization.stage == 3:
+            _check_fits(self.plan(recipe, mesh), recipe.cfg)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
         if recipe.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
@@ -120,7 +122,7 @@ class Pipeline:
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
-            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device), inside=_inside(run, own, inner),  # type: ignore[arg-type]
         )  # fmt: skip
         return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), recipe=own)
 
@@ -131,6 +133,15 @@ def _stage_recipe(
     """The arguments of the step of one stage, whose layers are built on `device`."""
     layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
     return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+
+
+def _inside(run: StepRuntime, own: StepSpec, ranks: Bound) -> StepRuntime | None:
+    """The runtime of the micro-batches in ZeRO stage 3: that of stage 1, which holds full parameters. *Collective:* compares."""
+    if run.plan.stage < 3:
+        return None
+    zero = own.cfg.zero_optimization.model_copy(update={"stage": 1})
+    inside = StepRuntime.make(replace(own, cfg=own.cfg.model_copy(update={"zero_optimization": zero})), ranks)
+    return replace(inside, offload=run.offload, scratch=run.scratch, observer=None)
 
 
 def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
@@ -253,15 +264,17 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     stage, m = cfg.zero_optimization.stage, num_micro_batches
     if stage == 2:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
+            f"zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
             f"gradients of a stage, {m} reductions in place of one; set stage to 1"
         )
-    if stage == 3:
-        raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; each of its {m} micro-batches would gather the "
-            f"parameters of a stage twice and reduce its gradients, {3 * m} transfers in place of 3; set stage to 1 (the "
-            f"parameters are divided among the stages)"
-        )
+    zero = cfg.zero_optimization
+    others = {key: getattr(zero, key) for key in ("offload_param", "zero_hpz_partition_size", "mics_shard_size")}
+    for key, value in others.items():
+        if stage == 3 and value is not None:
+            raise ConfigError(
+                f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather their parameters once in a step "
+                f"over all their ranks, got {value!r}; leave it out"
+            )
     refused = {
         "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
     }  # fmt: skip
@@ -287,6 +300,20 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
         raise ConfigError(
             "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
             "leave the block out"
+        )
+
+
+def _check_fits(staged: StagedPlan, cfg: Config) -> None:
+    """Raises where ZeRO stage 3 would gather more than `stage3_max_live_parameters` for the micro-batches of a step."""
+    numels = [sum(unit.gathered_numel for unit in plan.units) for plan in staged.stages]
+    limit, most = cfg.zero_optimization.stage3_max_live_parameters, max(numels)
+    if most > limit:
+        m = staged.stages[0].num_micro_steps
+        raise ConfigError(
+            f"zero_optimization.stage: 3 gathers the parameters of a pipeline's stage once for all micro-batches of a step, so "
+            f"they must be at most stage3_max_live_parameters, {limit:,}, got {most:,} on stage {numels.index(most)}; use more "
+            f"stages, or raise it (if each of {m} micro-batches gathered and reduced for itself, there were {3 * m} transfers in "
+            f"place of 2)"
         )
 
 

@@ -325,7 +325,8 @@ def plan(
         starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
             missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
             buffers of their own.
-        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group.
+        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group, and
+            gathers parameters once in a step.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
@@ -357,7 +358,7 @@ def plan(
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
-    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order)
+    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     zero = cfg.zero_optimization
