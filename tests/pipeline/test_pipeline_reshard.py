@@ -9,7 +9,7 @@ import optree
 import pytest
 import torch
 from ranks import RankPool
-from test_pipelines import Case, Result, assert_same, data, layers, tied_layers
+from test_pipelines import ONCE, Case, Result, assert_same, data, layers, tied_layers
 
 import fzero
 from fzero.comms import CommRecord
@@ -82,6 +82,33 @@ def test_data_ranks_may_change_with_the_stages_and_every_tensor_is_kept(made: An
             ]
             assert all(torch.equal(copies[0], copy) for copy in copies)
     assert_equal(state, now)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("made", [layers, tied_layers])
+def test_stages_of_zero_may_change_with_the_stages_of_the_pipeline(made: Any, tmp_path: Any) -> None:
+    """And a checkpoint of stage 3 loads into stage 1, and the other way round."""
+    case = Case(2, made=made, num_steps=4)
+    sizes = (2, 3), (4, 1), (3, 3)
+    cases = [case._replace(stages=n, keys={"zero_optimization": ONCE | {"stage": zero}}) for n, zero in sizes]
+    batches = data(4, 4, 2)
+    first = lockstep(cases[0])
+    state, _ = trained(first, first.init(), batches[:1])
+    fzero.save(state, tmp_path, step=first)
+    loss = first.evaluate(state, batches[1])
+    before, now, weights = first, state, first.gather(state)
+    for other in cases[1:]:
+        ranks = lockstep(other)
+        for moved in (fzero.reshard(now, before, ranks), fzero.load(tmp_path, step=ranks).state):
+            found = ranks.gather(moved)
+            assert all(torch.equal(found[name], x) for name, x in weights.items())
+            assert ranks.evaluate(moved, batches[1]) == loss
+        before, now = ranks, moved
+    results = [trained(*pair, batches[1:])[1] for pair in ((first, state), (before, now))]
+    if made is layers:
+        assert_same(*results)
+    else:
+        assert [loss for loss, *_ in results[0][0]] == pytest.approx([loss for loss, *_ in results[1][0]], rel=1e-5)
 
 
 def resharded(stages: int, order: str, case: Case) -> tuple[list[Any], int, tuple[int, ...]]:

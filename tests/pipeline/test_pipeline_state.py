@@ -125,8 +125,8 @@ def in_files(path: Path) -> dict[str, Any]:
 def test_optimizer_state_in_files_gives_the_same_bits(tmp_path: Path) -> None:
     keys = in_files(tmp_path / "files")
     wanted = simulated(Case(2, keys={key: value for key, value in keys.items() if key != "zero_optimization"}))
-    for stages in (1, 2, 4):
-        case = Case(stages, keys=keys)
+    for stages, stage in ((1, 1), (2, 1), (4, 1), (2, 3)):
+        case = Case(stages, keys=keys | {"zero_optimization": keys["zero_optimization"] | {"stage": stage}})
         assert any(p.kind == "nvme" for p in case.step().plan.placements.values())
         assert str(simulated(case)[0]) == str(wanted[0])
     with pytest.raises(fzero.ConfigError, match=r"where stages tie layers, .* got 'nvme' with the tied embed"):

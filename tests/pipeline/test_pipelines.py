@@ -217,6 +217,17 @@ def test_in_stage_3_parameters_are_gathered_once_and_no_bit_changes(num_data: in
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["fp16", "weighted loss", "sums", "LAMB", "a group of one stage", "offload", "checkpointing"]
+)
+def test_stage_3_has_the_numbers_of_stage_1_in_every_configuration(name: str) -> None:
+    case = Case(**CASES[name])
+    offload = case.keys.get("zero_optimization", {})
+    zeros = [offload | ONCE | {"stage": stage} for stage in (1, 3)]
+    assert_same(*(simulated(case._replace(keys=dict(case.keys) | {"zero_optimization": zero})) for zero in zeros))
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("num_micro", [1, 2, 3])
 def test_any_number_of_micro_batches_will_do(num_micro: int) -> None:
     reference = simulated(Case(stages=0, num_micro=num_micro))
@@ -310,10 +321,11 @@ REAL = [
     Case(4, "zero_bubble", num_data=1),
     Case(2, "interleaved:2", keys={"stage": 0}),
     Case(4, "gpipe", num_data=1, loss_fn=summed),
+    Case(2, "1f1b", keys={"zero_optimization": ONCE}),
 ]
 
 
-@pytest.mark.parametrize("case", REAL, ids=[f"{case.order} on {case.stages}" for case in REAL])
+@pytest.mark.parametrize("case", REAL, ids=[f"{case.order} on {case.stages}" for case in REAL[:-1]] + ["stage 3"])
 def test_processes_give_the_bits_of_the_simulation_and_equal_metrics(case: Case, ranks: RankPool) -> None:
     reference = simulated(case._replace(stages=1, order="1f1b", interval=0))
     for found in ranks(case.mesh.size, on_processes, case):
