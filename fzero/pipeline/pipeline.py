@@ -30,9 +30,10 @@ from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
 from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
+from fzero.plans.mesh_axes import PIPE
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan
-from fzero.plans.staged import PIPE, StagedPlan
+from fzero.plans.staged import StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, check_same
 from sharding import Mesh

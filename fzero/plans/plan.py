@@ -27,7 +27,7 @@ from fzero.config.config import Config, ConfigError
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
-from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
+from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.stages import STAGES
@@ -341,6 +341,12 @@ def plan(
     check_names("units", units)
     check_groups(param_groups)
     check_mesh(mesh)
+    if mesh is not None and PIPE in mesh.names:
+        raise ValueError(
+            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
+            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
+            f"fzero.estimation.plan_pipeline predicts a pipeline"
+        )
     cfg = Config.load(cfg)
     if world_size is None:
         world_size = mesh.size if mesh else 1

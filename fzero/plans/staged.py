@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
+from fzero.plans.mesh_axes import PIPE
 from fzero.plans.plan import Plan
 from sharding import Mesh
-
-PIPE = "pipe"
-"""The mesh axis of the stages."""
 
 
 @dataclass(frozen=True, slots=True)
