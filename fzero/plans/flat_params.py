@@ -167,7 +167,7 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitPlanner:
-    """Divides the parameters of a unit into flat buffers. `trained`, `starts` and `order`: see `fzero.plans.plan.plan`."""
+    """Divides the parameters of a unit into flat buffers. Other arguments: see `fzero.plans.plan.plan`."""
 
     cfg: Config
     mesh: Mesh
@@ -176,6 +176,7 @@ class UnitPlanner:
     trained: Collection[str]
     starts: Mapping[str, int]
     order: OrderFunction | Sequence[str]
+    is_stage: bool = False
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
         """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
@@ -201,7 +202,8 @@ class UnitPlanner:
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)
         layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
-        row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
+        stage = (1 if self.is_stage else 2) if kind.small and zero.stage == 3 else zero.stage
+        row = stage_specs(stage, axes, gathers_once=self.is_stage)
         flow = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
         key, dtypes, group = f"{unit}/{kind}", kind.dtypes, kind.group

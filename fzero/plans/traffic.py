@@ -87,8 +87,9 @@ def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_b
     flow, numel, param, grad = buffer.flow, buffer.padded_numel, buffer.dtypes.param, buffer.flow.send_dtype
     gather = hooks.gather if buffer.trainable else hooks.frozen
     phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
-    for phase in phases[: 1 + in_backward]:
-        yield _Sent(phase, numel, flow.gathers_over, param, num_micro_steps, gather)
+    times = 1 if flow.gathers_once else num_micro_steps
+    for phase in phases[: 1 + (in_backward and not flow.gathers_once)]:
+        yield _Sent(phase, numel, flow.gathers_over, param, times, gather)
     if not buffer.trainable:
         return
     times = num_micro_steps if flow.reduces(is_last=False) else 1

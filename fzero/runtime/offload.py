@@ -142,7 +142,7 @@ class Offload(StateMemory):
         try:
             files = storage.state_files.StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
-                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.rank,
+                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.global_rank(world.rank),
             )  # fmt: skip
         except Exception as raised:
             error = raised

@@ -94,6 +94,12 @@ class Stages(Protocol):
         """The tensors of all stages, by name."""
         ...
 
+    def streamed(
+        self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]], /
+    ) -> tuple[dict[str, str], dict[str, Any], Iterator[Mapping[str, Tensor]]]:
+        """The keys, forms and tensors of all stages; the tensors some at a time, on the first stage."""
+        ...
+
 
 class Blocks(Protocol):
     """Blocks of a model that run compiled."""

@@ -39,11 +39,16 @@ if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.placements import GivenPlacements
+    from fzero.plans.staged import StagedPlan
     from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
 class Pipelined(Protocol):
     """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+
+    def plan(self, recipe: StepSpec, mesh: Mesh, /) -> StagedPlan:
+        """The plans of all stages."""
+        ...
 
     def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
         """The `StepRuntime` of this rank's stage."""
