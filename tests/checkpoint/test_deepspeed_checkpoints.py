@@ -434,7 +434,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "state on NVMe": (lambda folder: (folder / "offloaded_tensors").mkdir(), r"is of optimizer state on NVMe"),
     "files of two saves": (
         lambda folder: edit(folder / MODEL, lambda told: told["param_shapes"][0].pop("embed.weight")),
-        r"zero_pp_rank_0.* must have 1/2 of the \d+ elements that mp_rank_00.* tells of group 0",
+        r"zero_pp_rank_0.* must have 1/2 of the \d+ elements that mp_rank_00.* gives for group 0",
     ),
     "a shorter shard": (
         lambda folder: edit(optimizer_file(folder, 1), lambda told: shorten(told["optimizer_state_dict"])),

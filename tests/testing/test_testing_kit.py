@@ -257,7 +257,7 @@ PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, 
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "padding": (right(specs=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
     "placement": (right(specs=forgetting_placement), PLACE, "specs puts state.step on .*'device'"),
-    "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs tells of"),
+    "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs describes"),
     "a number": (right(init=counting_in_python), PLACE, "state.step is a int"),
     "no elements": (right(update=needing_an_element), EMPTY, "it raises RuntimeError: max"),
     "dtype": (right(update=widening), KINDS, "state.step is .*float32.* before an update"),
@@ -582,9 +582,9 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
     "state grows": (gather_by(growing), 0, STATE, r"init gives \[\] and gather"),
     "noise in the state": (gather_by(drawing)._replace(init=torch.zeros_like), 0, AGAIN, "two runs give"),
     "sends all": (reduce_by(sending_all), 0, SENDS, "bytes, the exact collectives"),
-    "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes tells of"),
+    "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes returns"),
     "at once": (reducing(lambda total, *_: total), 0, LATE, r"gives \[nan"),
-    "silent": (gather_by(silent), 0, SENDS, "tells axis.observe of"),
+    "silent": (gather_by(silent), 0, SENDS, "to axis.observe"),
 }
 
 
