@@ -46,6 +46,7 @@ __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
     from fzero.compression.plan import CompressionPlan
+    from fzero.estimation.pipelines import PipelinePlan
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
@@ -456,17 +457,19 @@ class TrainStep:
 
         return trace(self, batch)
 
-    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline | PipelinePlan:
         """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
         eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
-        order. Without a batch it is the schedule of the largest graph that ran. `print` it for a table, `draw()` for a picture.
+        order. Without a batch it is the schedule of the largest graph that ran. Of a pipeline it is that of the stages.
 
-        Times come from a simple model of a machine; they are not measured.
+        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        from fzero.graph.explain import explain
-
+        if self.recipe.pipeline is None:
+            from fzero.graph.explain import explain
+        else:
+            from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
         return explain(self, batch, machine=machine)
 
 

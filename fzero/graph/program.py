@@ -89,6 +89,7 @@ class GraphProgram:
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
+            held=run.recipe.held or (),
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 

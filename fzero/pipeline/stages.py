@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, CollectiveError, observed
+from fzero.comms.axes import Bound, observed
 from fzero.comms.records import CommRecord, Label
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
@@ -243,10 +243,6 @@ class Stages:
             return self.is_first
         copies = [tie.unit for tie in self.ties if tie.holders[0] != self.stage]
         return not any(f"{unit}{end}" in tensor for unit in copies for end in "./")
-
-    def explained(self, error: CollectiveError) -> CollectiveError:
-        """The error with the stages of the ranks."""
-        return CollectiveError(f"{self.members[self.world.rank]}: {error}\n  (ranks: {'; '.join(self.members)})")
 
 
 def _kept(grad: Any, buffer: FlatParamPlan, shard: int) -> Tensor:

@@ -18,7 +18,7 @@ from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.runtime.own_params import address
+from fzero.runtime.held_tensors import address
 from fzero.runtime.seen_params import SeenParams
 from fzero.storage.shard_transfer import ShardTransfer
 from fzero.verbs import start_gather

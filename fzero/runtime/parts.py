@@ -107,6 +107,12 @@ def _check_state(run: StepRuntime, state: State) -> None:
         run.flags.check()
 
 
+def _check_read(run: StepRuntime, state: State) -> None:
+    """Checks a state that is used without an update."""
+    run.check_state(state)
+    run.learned.origin.check()
+
+
 def _enter(run: StepRuntime) -> None:
     """Begins the work of a step."""
     check_trains("step")
@@ -344,7 +350,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 
 def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
     """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
-    run.check_state(state)
+    _check_read(run, state)
     if run.stages is not None:
         return run.stages.evaluate(run, state, batch)
     meet("TrainStep.evaluate", run.mesh.world)
@@ -375,7 +381,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) ->
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     """See `TrainStep.inspect`; `kind` is its `run`."""
     check_callable("inspect", function, "a function without arguments that calls the model")
-    run.check_state(state)
+    _check_read(run, state)
     if run.plan.stage == 3:
         meet("TrainStep.inspect", run.mesh.world)
     return _inspect(run, state, function, kind)

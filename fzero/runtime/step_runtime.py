@@ -57,6 +57,8 @@ class Stages(Protocol):
     @property
     def world(self) -> Bound: ...
     @property
+    def num_stages(self) -> int: ...
+    @property
     def is_first(self) -> bool: ...
     @property
     def names(self) -> tuple[str, ...]: ...
@@ -273,7 +275,7 @@ class StepRuntime:
     @cached_property
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
-        return Binding(self.recipe.model, self.plan.aliases)
+        return Binding(self.recipe.model, self.plan.aliases, self.recipe.held or ())
 
     # --- states ----------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
+from fzero.runtime.held_tensors import Held, find_held
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
@@ -89,6 +90,8 @@ class StepSpec:
     """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
     is_stage: bool = False
     """Whether `model` is one stage of a pipeline."""
+    held: tuple[Held, ...] | None = None
+    """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -101,6 +104,8 @@ class StepSpec:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
+        if self.held is None:
+            object.__setattr__(self, "held", find_held(self.model))
         if self.compile == "block" and self.compress is not None and self.compress.inputs:
             raise ConfigError(
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage",
     "pipeline": f"{CORE} state verbs storage runtime",
     "graph": f"{CORE} state verbs storage runtime",
-    "step": f"{CORE} state verbs storage runtime pipeline graph",
+    "step": f"{CORE} state verbs storage runtime pipeline graph estimation",
     "simulation": f"{CORE} state verbs storage runtime pipeline graph step",
     "resharding": STEP,
     "estimation": f"{CORE} state storage runtime pipeline graph",  # a step followed without tensors needs no step

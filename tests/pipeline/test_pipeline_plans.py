@@ -37,10 +37,10 @@ def planner() -> PipelinePlanner:
 
 def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
     made, machine = planner(), MachineModel()
-    layers = made.layers(1)
+    layers = made.traced.of(1)
     assert layers.names == ("embedding", *(f"blocks.{i}" for i in range(8)), "norm..head")
-    assert sum(layers.numels) == sum(p.numel() for p in made.model.parameters())
-    work = [one for event in made.trace.events for one in event.work]
+    assert sum(layers.numels) == sum(p.numel() for p in made.traced.model.parameters())
+    work = [one for event in made.traced.trace.events for one in event.work]
     seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in work)
     assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)  # a sum in another order
     blocks = layers.costs[2:8]  # the backward of the first block includes that of the embedding
@@ -53,7 +53,7 @@ def test_the_peak_without_stages_is_that_of_the_trace() -> None:
     alone = made.planned(1, 1, micro_batches=3)
     most = alone.nbytes - alone.timeline.state[0]
     # What is stored at the most, and the most that a layer holds besides: the two need not be at one time.
-    assert made.trace.nbytes <= most <= 1.001 * made.trace.nbytes
+    assert made.traced.trace.nbytes <= most <= 1.001 * made.traced.trace.nbytes
     assert alone.bubble == 0
     assert alone.timeline.sent == (0,)
 
@@ -198,7 +198,7 @@ def test_estimated_costs_cut_a_pipeline() -> None:
     assert slowest == min(
         max(sum(cost.seconds for cost in part) for part in (costs[:cut], costs[cut:])) for cut in range(1, 6)
     )
-    with pytest.raises(ValueError, match="must have a loss_fn, got None"):
+    with pytest.raises(ValueError, match="loss_fn: a planned pipeline must have one, got None"):
         estimate_layers(pipeline(loss_fn=None), batch=(tokens, tokens))
 
 

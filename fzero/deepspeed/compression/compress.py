@@ -14,6 +14,7 @@ from fzero.compression.students import start_of_student
 from fzero.config.compression import CompressionTraining
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import read
+from fzero.engine.divided_params import gathered, shaped
 from fzero.engine.engine import Engine
 from fzero.engine.param_views import engine_of
 
@@ -27,20 +28,28 @@ def init_compression(
 ) -> nn.Module:
     """Prepares a model for compressed training, and returns it. Its modules stay; trained scores, masks and ranges are added.
 
+    *Collective* with `layer_reduction` where `zero.Init` has divided a model: every rank; both models are gathered whole.
+
     Args:
+        model: also one that `zero.Init` has divided, which stays so.
         deepspeed_config: a mapping in DeepSpeed's schema, or the path of a file.
         teacher_model: needed with `layer_reduction`.
         mpu: must be None, because no rank is model-parallel.
     """
     _check_mpu(mpu)
-    prepare(model, _block(deepspeed_config), teacher=teacher_model)
+    cfg = Config.load(_block(deepspeed_config))
+    params = [*model.parameters(), *(teacher_model.parameters() if teacher_model is not None else ())]
+    block = cfg.compression_training or CompressionTraining()
+    inside: Any = gathered(params, 0) if block.layer_reduction.enabled else shaped(model)
+    with inside:
+        prepare(model, cfg, teacher=teacher_model)
     return model
 
 
 def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: Any = None) -> nn.Module:
     """A copy of a model with its compression made permanent, and smaller matrices where `related_modules` says so.
 
-    DeepSpeed changes the model itself; use what this returns. *Collective* for the model of an engine: every rank.
+    DeepSpeed changes the model itself; use what this returns. *Collective* for a divided model, and an engine's: every rank.
 
     Args:
         model: one after `init_compression`, on its own or under an engine; or an engine.
@@ -60,7 +69,8 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
             "training"
         )
     if engine is None:
-        return shrunk(module, clean(module.state_dict(), plan))
+        with gathered(module.parameters(), None):
+            return shrunk(module, clean(module.state_dict(), plan))
     weights = clean(engine.train_step.gather(engine.state), plan)
     with engine.gathered():  # so that parameters have their shapes
         return shrunk(module, weights)
@@ -69,9 +79,10 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source) -> None:
     """Copies the layers of a teacher that the block `layer_reduction` names into a student, buffers included."""
     block = Config.load(_block(deepspeed_config)).compression_training or CompressionTraining()
-    student_model.load_state_dict(
-        start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
-    )
+    with gathered([*student_model.parameters(), *teacher_model.parameters()], 0):
+        student_model.load_state_dict(
+            start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
+        )
 
 
 def _block(source: Source) -> Source:
