@@ -102,7 +102,7 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
 
 
 def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) -> dict[str, CommHook]:
-    """The comm hooks along the axes of several ranks, without exact ones."""
+    """The comm hook of each axis that has several ranks and does not send exactly."""
     if hook is None:
         return {}
     given = dict.fromkeys(axes, hook) if isinstance(hook, CommHook) else hook

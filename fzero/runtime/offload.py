@@ -1,10 +1,11 @@
 """`Offload`: the tensors of a rank's state that live off the device, in host memory or in files.
 
 It allocates the tensors of a flat buffer in the memory that the plan places them in, updates them, and moves them to another
-memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it lives:
-in a file, in host memory, or on the device of the update. A forward or backward uses a `ShardTransfer` (`fzero.storage.shard_io`)
-to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory is device memory, and
-nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`buffer_sizes.updates_on_host`).
+memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it
+lives: in a file, in host memory, or on the device of the update. A forward or backward uses a `MovingTransfer`
+(`fzero.storage.shard_io`) to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory
+is device memory, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
+(`buffer_sizes.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are all-gathered, every rank reports whether its files
 are good (`agree`). If one rank's files are not good, all ranks raise, and no rank's state can be used any more.

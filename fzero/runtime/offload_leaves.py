@@ -1,7 +1,7 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
 
-An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
-live where the plan places them, and are replaced by name (`with_long`).
+An optimizer state is a tree. Its *long* tensors are as long as the parameters. They live where the plan places them, and are
+replaced by name (`with_long`).
 """
 
 from __future__ import annotations
