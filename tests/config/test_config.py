@@ -21,7 +21,8 @@ from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
 from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
 from fzero.config.fields import block_of
-from fzero.config.optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
+from fzero.config.optimizer_block import AdamW, with_overrides
+from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
 from fzero.config.unused_keys import children
 from sharding.testing import world_sizes
