@@ -261,7 +261,10 @@ class Config(Block):
 
             for text in data_warnings(self.data_efficiency, self.curriculum_learning):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
-        for note in self.conflicts:
+        quantizes = [
+            name for name in self.zero_optimization.model_fields_set if name.startswith(("zero_quant", "zeropp"))
+        ]
+        for note in self.conflicts if quantizes else ():
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"
                 warnings.warn(text, ConfigWarning, stacklevel=3)
