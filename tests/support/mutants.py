@@ -46,10 +46,19 @@ from rich.table import Table
 
 ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out" / "mutants"
-CORE = ("sharding", *(f"fzero/{name}" for name in ("comms", "optim", "plans", "runtime", "graph", "storage")))
+CORE = (
+    "sharding",
+    *(f"fzero/{name}" for name in ("comms", "optim", "plans", "runtime", "graph", "storage", "pipeline")),
+)
 CORE_FILES = ("fzero/state.py", "fzero/verbs.py", "fzero/step.py")
-NOT_CORE = ("sharding/testing.py", "sharding/toy_models.py", "sharding/reference.py", "fzero/comms/thread_dumps.py")
-"""What tests use, and what only describes a hang."""
+NOT_CORE = (
+    "sharding/testing.py",
+    "sharding/toy_models.py",
+    "sharding/reference.py",
+    "fzero/comms/thread_dumps.py",
+    "fzero/pipeline/picture.py",
+)
+"""What tests use, and what only describes a hang or draws."""
 
 COPIED = (
     "fzero",
