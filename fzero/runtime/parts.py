@@ -398,27 +398,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
-            the model another number of times on another rank, or each time.
+        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
+            order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    known = learned if learns else learned.negotiating()
+    known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        nullcontext() if generates else dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
