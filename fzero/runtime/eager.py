@@ -23,7 +23,7 @@ from functools import partial
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -36,11 +36,11 @@ from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.forwards import Forwards, sum_of
-from fzero.runtime.gathers import Gathers, SavedView
+from fzero.runtime.gathers import Gathers, Lingering, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
-from fzero.runtime.own_params import late
+from fzero.runtime.own_params import late, not_a_view
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
@@ -102,6 +102,18 @@ class ForwardBackward:
     def is_over(self) -> bool:
         """Whether it was closed, or an error ended it."""
         return self.status == "over"
+
+    def check_buffers(self, model: nn.Module) -> None:
+        """Raises ValueError where a persistent buffer of the bound model is a view of a parameter."""
+        for prefix, module in model.named_modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and key not in module._non_persistent_buffers_set and self._gathers.holds(buffer):
+                    raise not_a_view(f"{prefix}.{key}" if prefix else key)
+
+    @property
+    def lingering(self) -> list[Lingering]:
+        """The gathered buffers of which the model held views when their units were released."""
+        return self._gathers.lingering
 
     @property
     def hook_states(self) -> dict[str, States]:

@@ -7,10 +7,12 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, wrong_kind
+from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, replaced, wrong_kind
 
 
 class FetchedParameters(dict[str, Any]):
@@ -34,6 +36,8 @@ class FetchedParameters(dict[str, Any]):
         self.names, self.fetch = names, fetch
         self.put: set[str] = set()
         """The keys to which the model has assigned a value of its own."""
+        self.is_changed = False
+        """Whether the model has assigned or deleted any value."""
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
@@ -42,7 +46,7 @@ class FetchedParameters(dict[str, Any]):
     def __setitem__(self, key: str, value: Any) -> None:
         # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
         # `fetch`. After its unit is gathered again this tensor must not be used, so only its name is kept.
-        name = getattr(value, "fzero_name", None)
+        self.is_changed, name = True, getattr(value, "fzero_name", None)
         if name is not None:
             self.names[key] = name
             self.put.discard(key)
@@ -52,9 +56,13 @@ class FetchedParameters(dict[str, Any]):
         super().__setitem__(key, value)
 
     def __delitem__(self, key: str) -> None:
+        self.is_changed = True
         self.names.pop(key, None)
         self.put.discard(key)
         super().__delitem__(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {key: copy.deepcopy(self[key], memo) for key in self}  # of a module that the model copies in its forward
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself
@@ -125,10 +133,13 @@ class Binding:
         slots: list[_BufferSlot] = []
         names_of: dict[int, str] = {}  # by the identity of the module's own parameter
         own_by_id: dict[int, Tensor] = {}
+        marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
+        if any(param is not None and _marks_of(param) for _, own, _ in found for param in own.values()):
+            fetch = partial(_marked, fetch, marks)
         lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
         try:
             for place, own_parameters, own_buffers in found:
-                names = self._own_names(place, own_parameters, names_of, own_by_id) if own_parameters else {}
+                names = self._own_names(place, own_parameters, names_of, own_by_id, marks) if own_parameters else {}
                 attributes = place.module.__dict__
                 attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
                 if place.lists:
@@ -140,7 +151,7 @@ class Binding:
             leave = own_params.enter(self._substitutes(own_by_id, names_of, fetch, slots))
             yield
             for place, _, own_buffers in found:
-                _check_slots(place.module, place.prefix, own_buffers)
+                _check_slots(place, own_buffers)
             if any(place.module._modules != place.children for place in places):
                 _check_places(self._model, places)
             for slot in slots:
@@ -172,9 +183,17 @@ class Binding:
         return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
 
     def _own_names(
-        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, Tensor]
+        self,
+        place: _Place,
+        own: Mapping[str, Any],
+        names_of: dict[int, str],
+        own_by_id: dict[int, Tensor],
+        marks: dict[str, dict[str, Any]],
     ) -> dict[str, str]:
-        """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
+        """The names of a module's own parameters for `fetch`, by key.
+
+        Adds the parameters by identity to `names_of` and `own_by_id`, and the Python attributes of each to `marks`.
+        """
         full, names = place.names, dict[str, str]()
         for key, param in own.items():
             if param is None:
@@ -184,6 +203,8 @@ class Binding:
                 full[key] = self._aliases.get(name, name)
             names_of[(index := id(param))] = names[key] = full[key]
             own_by_id[index] = param
+            if param.__dict__ and (own_marks := _marks_of(param)):
+                marks[names[key]] = own_marks
             if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
                 check_no_hooks(names[key], param)
         return names
@@ -234,16 +255,21 @@ def _bind_buffers(
         yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
 
 
-def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
-    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
+def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
+    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state, or replaced a parameter by
+    another one: that would be lost."""
+    module = place.module
     parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
-    if not parameters.put and len(module._buffers) <= len(own_buffers):
+    if not parameters.is_changed and len(module._buffers) <= len(own_buffers):
         return
-    dot = f"{prefix}." if prefix else ""
+    dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
             raise late("parameter", dot + key)
+    for key, name in place.names.items():
+        if parameters.names.get(key) != name:
+            raise replaced(dot + key, parameters.names.get(key))
     for key, buffer in module._buffers.items():
         if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
             raise late("buffer", dot + key)
@@ -400,6 +426,27 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+_NOT_PASSED = ("ds_", "fzero_", "_dynamo_")
+"""How attributes of parameters begin that are about the module's own tensors."""
+
+
+def _marks_of(param: Tensor) -> dict[str, Any]:
+    return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED)}
+
+
+def _marked(fetch: Fetch, marks: Mapping[str, dict[str, Any]], name: str) -> Tensor:
+    """`fetch(name)` with the Python attributes of the module's own parameter."""
+    tensor = fetch(name)
+    if name in marks:
+        untraced(_mark)(tensor, marks[name])
+    return tensor
+
+
+def _mark(tensor: Tensor, marks: Mapping[str, Any]) -> None:
+    if not marks.keys() <= tensor.__dict__.keys():
+        tensor.__dict__.update(marks)
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

@@ -31,7 +31,7 @@ from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
-from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
@@ -127,6 +127,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.recipe.model)
+    learned.check_lingering()
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -135,6 +136,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
+    learned.lingering = work.lingering
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -158,6 +160,8 @@ def forward(
         window.work.forward(kind, still=still, compares=compares),
     ):
         result = function()
+        if compares:
+            window.work.check_buffers(run.recipe.model)
     learned.compared.add(kind)
     return result
 
@@ -287,6 +291,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     changed, moving = moved(buffers, window.before), learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+    check_unchanged(changed, learned.sharing)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
