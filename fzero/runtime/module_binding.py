@@ -134,7 +134,7 @@ class Binding:
         names_of: dict[int, str] = {}  # by the identity of the module's own parameter
         own_by_id: dict[int, Tensor] = {}
         marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
-        if any(param is not None and _marks_of(param) for _, own, _ in found for param in own.values()):
+        if any(param is not None and param.__dict__ and _marks_of(param) for _, own, _ in found for param in own.values()):
             fetch = partial(_marked, fetch, marks)
         lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
         try:
