@@ -134,17 +134,22 @@ class Binding:
         names_of: dict[int, str] = {}  # by the identity of the module's own parameter
         own_by_id: dict[int, Tensor] = {}
         marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
-        if any(param is not None and param.__dict__ and _marks_of(param) for _, own, _ in found for param in own.values()):
+        if any(
+            param is not None and param.__dict__ and _marks_of(param)
+            for _, own, _ in found
+            for param in dict.values(own)
+        ):
             fetch = partial(_marked, fetch, marks)
-        lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
+        lister, leave = _lister(names_of, self._tied, fetch), None
+        listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
             for place, own_parameters, own_buffers in found:
                 names = self._own_names(place, own_parameters, names_of, own_by_id, marks) if own_parameters else {}
                 attributes = place.module.__dict__
                 attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
                 if place.lists:
+                    listers.append((place.module, attributes.get("named_parameters")))
                     attributes["named_parameters"] = MethodType(lister, place.module)
-                    listers.append(place.module)
                 attributes["_buffers"] = dict(own_buffers)
                 if own_buffers:
                     slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
@@ -162,8 +167,10 @@ class Binding:
             for slot in slots:
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:
                     buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
-            for module in listers:
+            for module, own_lister in listers:
                 del module.__dict__["named_parameters"]
+                if own_lister is not None:
+                    module.__dict__["named_parameters"] = own_lister
             for place, own_parameters, own_buffers in found:
                 module = place.module
                 if module._non_persistent_buffers_set:

@@ -24,20 +24,19 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
 from fzero.runtime.own_params import OwnGrads, check_unchanged
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -295,7 +294,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
@@ -404,27 +403,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
-            the model another number of times on another rank, or each time.
+        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
+            order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    known = learned if learns else learned.negotiating()
+    known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
-        _with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        with_blocks(run),
+        nullcontext() if generates else dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -449,37 +448,23 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
-    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
-    plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
-
-
-def quantizing(run: StepRuntime, state: State) -> Any:
-    plan = run.recipe.compress
-    if not plan.inputs:
+def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
+    if run.checkpointing is None:
         return nullcontext()
-    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
-
-    return quantized_inputs(run.recipe.model, plan, int(state.step))
-
-
-def _with_blocks(run: StepRuntime) -> Any:
-    return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
+    return run.checkpointing.applied(
+        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        moving=run.learned.moving_buffers,
+    )  # fmt: skip
 
 
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
-        _with_blocks(run),
-        run.checkpointing.applied(
-            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
-            moving=run.learned.moving_buffers,
-        ),
+        with_blocks(run),
+        _checkpointing(run, window),
         dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield
