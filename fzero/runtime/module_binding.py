@@ -7,8 +7,6 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
-import copy
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,54 +22,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
+from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, replaced, wrong_kind
-
-
-class FetchedParameters(dict[str, Any]):
-    """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
-
-    def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
-        super().__init__(own)
-        self.names, self.fetch = names, fetch
-        self.put: set[str] = set()
-        """The keys to which the model has assigned a value of its own."""
-        self.is_changed = False
-        """Whether the model has assigned or deleted any value."""
-
-    def __getitem__(self, key: str) -> Any:
-        name = self.names.get(key)
-        return super().__getitem__(key) if name is None else self.fetch(name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
-        # `fetch`. After its unit is gathered again this tensor must not be used, so only its name is kept.
-        self.is_changed, name = True, getattr(value, "fzero_name", None)
-        if name is not None:
-            self.names[key] = name
-            self.put.discard(key)
-        else:
-            self.names.pop(key, None)
-            self.put.add(key)
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: str) -> None:
-        self.is_changed = True
-        self.names.pop(key, None)
-        self.put.discard(key)
-        super().__delitem__(key)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(self[key], memo) for key in self}  # of a module that the model copies in its forward
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself
-
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
-        return ((key, self[key]) for key in self)
-
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
-        return (self[key] for key in self)
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -135,11 +88,11 @@ class Binding:
         own_by_id: dict[int, Tensor] = {}
         marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
         if any(
-            param is not None and param.__dict__ and _marks_of(param)
+            param is not None and param.__dict__ and marks_of(param)
             for _, own, _ in found
             for param in dict.values(own)
         ):
-            fetch = partial(_marked, fetch, marks)
+            fetch = partial(marked, fetch, marks)
         lister, leave = _lister(names_of, self._tied, fetch), None
         listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
@@ -210,7 +163,7 @@ class Binding:
                 full[key] = self._aliases.get(name, name)
             names_of[(index := id(param))] = names[key] = full[key]
             own_by_id[index] = param
-            if param.__dict__ and (own_marks := _marks_of(param)):
+            if param.__dict__ and (own_marks := marks_of(param)):
                 marks[names[key]] = own_marks
             if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
                 check_no_hooks(names[key], param)
@@ -343,19 +296,6 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
 
 
-_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a module or class, hidden from torch.compile, which would otherwise trace it as part of a model that
-    compiles its own code."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
-        return function
-    if function not in _UNTRACED:
-        _UNTRACED[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return _UNTRACED[function]
-
-
 def beneath_model(num_modes: int) -> AbstractContextManager[object]:
     """Inside, nothing that a model has entered is active: `no_grad`, inference mode, a transform of torch.func, a dispatch mode.
 
@@ -433,27 +373,6 @@ def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-_NOT_PASSED = ("ds_", "fzero_", "_dynamo_")
-"""How attributes of parameters begin that are about the module's own tensors."""
-
-
-def _marks_of(param: Tensor) -> dict[str, Any]:
-    return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED)}
-
-
-def _marked(fetch: Fetch, marks: Mapping[str, dict[str, Any]], name: str) -> Tensor:
-    """`fetch(name)` with the Python attributes of the module's own parameter."""
-    tensor = fetch(name)
-    if name in marks:
-        untraced(_mark)(tensor, marks[name])
-    return tensor
-
-
-def _mark(tensor: Tensor, marks: Mapping[str, Any]) -> None:
-    if not marks.keys() <= tensor.__dict__.keys():
-        tensor.__dict__.update(marks)
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

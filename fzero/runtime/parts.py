@@ -30,7 +30,7 @@ from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
-from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
 from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.state_form import check_not_donated
@@ -135,7 +135,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
-    learned.lingering = work.lingering
+    learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -160,7 +160,7 @@ def forward(
     ):
         result = function()
         if compares:
-            window.work.check_buffers(run.recipe.model)
+            check_no_views(run.recipe.model, window.work.gathers.holds)
     learned.compared.add(kind)
     return result
 
