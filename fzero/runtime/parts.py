@@ -30,9 +30,9 @@ from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
-from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
-from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
@@ -126,6 +126,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.recipe.model)
+    learned.check_lingering()
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -134,6 +135,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
+    learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -157,6 +159,8 @@ def forward(
         window.work.forward(kind, still=still, compares=compares),
     ):
         result = function()
+        if compares:
+            check_no_views(run.recipe.model, window.work.gathers.holds)
     learned.compared.add(kind)
     return result
 
@@ -286,6 +290,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     changed, moving = moved(buffers, window.before), learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+    check_unchanged(changed, learned.sharing)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
