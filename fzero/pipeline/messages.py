@@ -2,7 +2,7 @@
 
 A message is one block of bytes: its sizes, the form of the tree, and the tensors one after the other. Both sides know how long
 the last message of a kind (`Route`) was, and the next one is sent with that length, so that its receive can start before it is
-sent. If it does not fit, the sizes in this block tell the length of a second block, which holds the whole message.
+sent. If it does not fit, the sizes in this block give the length of a second block, which holds the whole message.
 
 Sends are asynchronous. Receives are started in the order in which the other side sends, one ahead for each peer. A block that
 was sent is freed when a message comes that the peer has sent after it had received that block: both sides know the order.

@@ -126,7 +126,7 @@ class Stages:
                 found = split(batch)
                 for one in found:
                     _check_pair(one)
-            except Exception as raised:  # all ranks must be told, whatever it is
+            except Exception as raised:  # all ranks must learn of it, whatever it is
                 error = raised
         count = len(found) if self.is_first or self.is_last else -1
         values = [float(error is not None), float(state.step), count]

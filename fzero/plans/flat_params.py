@@ -18,7 +18,7 @@ from torch import nn
 
 import fzero.optim as optim
 from fzero.config.config import Config
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import Dtypes, mixed_precision
 from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import BufferDataflow
@@ -172,7 +172,7 @@ class UnitPlanner:
     cfg: Config
     mesh: Mesh
     param_groups: Sequence[ParamGroup]
-    optimizers: Sequence[Optimizer | UserTransform]
+    optimizers: Sequence[OptimizerBlock | UserTransform]
     trained: Collection[str]
     starts: Mapping[str, int]
     order: OrderFunction | Sequence[str]
@@ -211,7 +211,7 @@ class UnitPlanner:
 
 
 def optimizer_specs(
-    buffers: Sequence[FlatParamPlan], optimizers: Sequence[Optimizer | UserTransform]
+    buffers: Sequence[FlatParamPlan], optimizers: Sequence[OptimizerBlock | UserTransform]
 ) -> dict[str, Any]:
     """The specs of the optimizer state, by flat buffer."""
 

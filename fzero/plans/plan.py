@@ -24,7 +24,7 @@ from torch import nn
 
 from fzero.common.arguments import check_model, check_names
 from fzero.config.config import Config, ConfigError
-from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
+from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
@@ -372,7 +372,11 @@ def plan(
         from fzero.plans.placements import with_placements  # a plan on the device does not load it
 
         unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
-    hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
+    hooks = CommHooks()
+    if gather_hook is not None or reduce_hook is not None or zero.quantizes:
+        from fzero.plans.hook_choice import comm_hooks_of  # a plan that sends exactly does not load it
+
+        hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in model.named_buffers()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)

@@ -31,7 +31,7 @@ from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
 from fzero.runtime.own_params import OwnGrads
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
@@ -217,13 +217,14 @@ def going_back(
     newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
+    number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
         bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
-            visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
+            visits, loss_row(loss, weight, number, checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
             keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
             needs_grads=needs_grads,
@@ -274,6 +275,9 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
+    if rng is None and (buffers or learned.moving_buffers is None):  # the first exchange of an update has another form
+        world, label = run.mesh.world, Label("loss_stats", phase="update")
+        stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
         outcome.check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
@@ -324,12 +328,13 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     has_all = run.plan.keeps_full_grads
     shards = range(mesh.num_shards) if has_all else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
+    stack = partial(mesh.stack, label=Label("norm", phase="update"))
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
         of_shard = dict(zip(shards, rows, strict=True)).__getitem__
     return norm_parts(
         run.rules.loss, of_shard, shards, mesh.num_shards,
-        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
+        stack=lambda number: stack_in_update(number, stack), device=run.device,
     )  # fmt: skip
 
 
@@ -393,27 +398,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
-            the model another number of times on another rank, or each time.
+        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
+            order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    known = learned if learns else learned.negotiating()
+    known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        nullcontext() if generates else dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield

@@ -23,7 +23,7 @@ from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
@@ -195,7 +195,7 @@ class StepSpec:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
     @property
-    def optimizers(self) -> Sequence[Optimizer | UserTransform]:
+    def optimizers(self) -> Sequence[OptimizerBlock | UserTransform]:
         """The optimizer of each parameter group."""
         return optimizers_of(self.cfg, self.param_groups, self.transform)
 
