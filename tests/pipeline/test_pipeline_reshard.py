@@ -202,11 +202,13 @@ def frozen_on_one_rank() -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_layers_that_only_their_own_rank_has_changed_are_refused_on_all_ranks(ranks: RankPool) -> None:
     for text in ranks(2, frozen_on_one_rank):
         assert "must be the same two steps on every process" in text and "where they are made" in text
 
 
+@pytest.mark.long
 def test_states_of_abstract_ranks_move() -> None:
     case = Case(2, num_data=1)
     ranks = lockstep(case)
