@@ -23,7 +23,6 @@ from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
-from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
@@ -283,7 +282,9 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
         world, label = run.mesh.world, Label("loss_stats", phase="update")
         stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
-        outcome.check_used(run, work.forwards.used | work.forwards.still)
+        from fzero.runtime.faults import check_used
+
+        check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
@@ -437,7 +438,9 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
     """See `TrainStep.first_overflow`."""
     run.check_state(state)
     meet("TrainStep.first_overflow", run.mesh.world)
-    return outcome.first_overflow(run, state)
+    from fzero.runtime import faults
+
+    return faults.first_overflow(run, state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
