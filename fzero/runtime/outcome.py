@@ -104,13 +104,10 @@ def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float
     return number if is_last else -number
 
 
-def stack_in_update(number: Tensor, stack: Callable[[Tensor], Tensor]) -> Tensor:
-    """`stack(number)`, in a row as a backward sends it: so a rank that is in a backward meets it, and all report that."""
-    if number.device.type != "cpu":  # the host does not wait for the device
-        return stack(number)
-    rows = stack(loss_row(number, None, UPDATING, 0.0, 0.0))
-    check_passes(rows[:, 2])
-    return rows[:, 0]
+def check_updating(world: Bound) -> None:
+    """Raises CollectiveError where another rank is in a backward: it meets the row that a backward sends. *Collective.*"""
+    row = loss_row(torch.zeros(()), None, UPDATING, 0.0, 0.0)
+    check_passes(collectives.stack(row, world, label=Label("loss_stats", phase="update"))[:, 2])
 
 
 def check_passes(numbers_W: Tensor) -> None:
@@ -141,6 +138,6 @@ def check_passes(numbers_W: Tensor) -> None:
         )
     raise CollectiveError(
         f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
-        f"at different places on different ranks, or some ranks called a collective method (forward, backward, trace_comm, "
-        f"evaluate) more often; end the job, and start it again from a checkpoint"
+        f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
+        f"further forward or backward); end the job, and start it again from a checkpoint"
     )

@@ -434,7 +434,7 @@ class Origin:
         if not self._is_open:
             return
         now = self._check_kinds()
-        marks = [(id(x), -1 if x.is_inference() else x._version, address(x)) for x in now.values()]
+        marks = [(id(x), 0 if x.is_inference() else x._version, address(x)) for x in now.values()]
         if marks == self._checked:
             return
         for name, bits in self._seen.items():

@@ -30,7 +30,7 @@ from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, number_of
 from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
@@ -278,9 +278,8 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
-    if rng is None and (buffers or learned.moving_buffers is None):  # the first exchange of an update has another form
-        world, label = run.mesh.world, Label("loss_stats", phase="update")
-        stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
+    if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
+        check_updating(run.mesh.world)
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
         from fzero.runtime.faults import check_used
 
@@ -334,13 +333,12 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     has_all = run.plan.keeps_full_grads
     shards = range(mesh.num_shards) if has_all else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
-    stack = partial(mesh.stack, label=Label("norm", phase="update"))
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
         of_shard = dict(zip(shards, rows, strict=True)).__getitem__
     return norm_parts(
         run.rules.loss, of_shard, shards, mesh.num_shards,
-        stack=lambda number: stack_in_update(number, stack), device=run.device,
+        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
     )  # fmt: skip
 
 

@@ -16,7 +16,6 @@ from training import Odd, Plain, adamw, config, make, part, tokens, train_plainl
 import fzero
 from fzero.runtime.forwards import Forwards
 from fzero.runtime.loss import LossRules
-from fzero.runtime.step_spec import MismatchError
 
 NUM_STEPS = 4
 STEPS = {"train_batch_size": 12}
@@ -286,9 +285,7 @@ def test_ranks_with_other_numbers_of_backwards_are_told(stage: int, model: Any, 
     message += (
         "the last backward before an update on rank 0, a backward before the last on rank 1" if tells else "an update"
     )
-    if not tells and stage == 0 and model is Plain:  # an update sends nothing; the next backward tells
-        message = "number of updates so far: must be the same on all ranks, but 'state.step' is '2' on rank 0"
     if not tells and stage == 3:  # rank 1 gathers, and rank 0 does not
         message = "the collective failed"
-    with pytest.raises((fzero.CollectiveError, MismatchError), match=message):
+    with pytest.raises(fzero.CollectiveError, match=message):
         simulated.on_each(updates)
