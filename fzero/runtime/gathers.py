@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
+from fzero.compression.plan import PulledGrad
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.own_params import address
@@ -157,7 +158,7 @@ class Gathers:
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
 
-    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, Tensor]:
+    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, PulledGrad]:
         """The gradients of a parameter and of its scores, from that of what a module saw. `need` gathers the unit again."""
 
         def again() -> dict[str, Tensor]:
