@@ -404,7 +404,13 @@ def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> 
     """
     if axis.observe is not None:  # not counted in `HERE`: the number of messages differs between ranks
         axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
-    return Pending(label, _swap({}, {target: x}, axis), None, x)
+    if isinstance(axis, LockstepAxis):
+        return Pending(label, _post({}, {target: x}, axis), None, x)
+    with explained(
+        label
+    ):  # on this thread: to hand a message of a micro-batch to another one costs more than gloo's first copy
+        work = dist.isend(x, axis.global_rank(target), group=axis.group)
+    return Pending(label, [work] if work is not None else (), None, x)
 
 
 def start_receive(x: Tensor, source: int, axis: Bound, *, label: Label = OTHER) -> Pending:
