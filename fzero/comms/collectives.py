@@ -406,9 +406,8 @@ def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> 
         axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({}, {target: x}, axis), None, x)
-    with explained(
-        label
-    ):  # on this thread: to hand a message of a micro-batch to another one costs more than gloo's first copy
+    # On this thread: to hand the message of a micro-batch to another one costs more than gloo's first copy.
+    with explained(label):
         work = dist.isend(x, axis.global_rank(target), group=axis.group)
     return Pending(label, [work] if work is not None else (), None, x)
 
