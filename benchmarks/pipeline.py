@@ -5,7 +5,7 @@
 The prediction is T₁·(m+1)/(2m), where T₁ is the time of one process for the same m micro-batches: two stages, and a bubble of one
 micro-batch. It supposes that two processes that compute at once are as fast as one alone. So each process also computes its stage
 without the other: rank 0 alone (`one stage`), then both at once without a message (`both at once`). `floor` is the prediction
-from the latter, (m+1)/m times: no pipeline can be faster on this machine.
+from the latter, (m+1)/m times: what fzero's pipeline would take if messages and waiting cost nothing.
 
 Contenders take turns in one run; the figures are medians of ms. Each rank has one thread. `cpu` is processor time of rank 1 for
 each micro-batch, which other load on the machine changes less. Prints a table; writes `results.json` and a picture.
