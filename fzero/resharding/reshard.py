@@ -135,7 +135,7 @@ def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyS
             "reshard: the state of simulated steps must be that of all ranks, got None; pass the state that the old step returned"
         )
     made = new.joined(_moved(old.states_of(state), old.steps, new.steps))
-    return put(made, new) if new.steps[0].runtime.offload.has_files else made
+    return put(made, new) if any(step.runtime.offload.has_files for step in new.steps) else made
 
 
 def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:

@@ -23,16 +23,15 @@ from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
-from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
-from fzero.runtime.module_buffers import make_equal, moved
+from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
-from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
@@ -126,6 +125,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.recipe.model)
+    learned.check_lingering()
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -134,6 +134,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
+    learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -157,6 +158,8 @@ def forward(
         window.work.forward(kind, still=still, compares=compares),
     ):
         result = function()
+        if compares:
+            check_no_views(run.recipe.model, window.work.gathers.holds)
     learned.compared.add(kind)
     return result
 
@@ -279,13 +282,16 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
         world, label = run.mesh.world, Label("loss_stats", phase="update")
         stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
-        outcome.check_used(run, work.forwards.used | work.forwards.still)
+        from fzero.runtime.faults import check_used
+
+        check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
     changed, moving = moved(buffers, window.before), learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+    check_unchanged(changed, learned.sharing)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
@@ -432,7 +438,9 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
     """See `TrainStep.first_overflow`."""
     run.check_state(state)
     meet("TrainStep.first_overflow", run.mesh.world)
-    return outcome.first_overflow(run, state)
+    from fzero.runtime import faults
+
+    return faults.first_overflow(run, state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------

@@ -776,7 +776,9 @@ def test_a_module_that_the_graph_does_not_show_is_named() -> None:
 
 
 def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(torch.clone, torch.clone))
+    monkeypatch.setattr(
+        "fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone)
+    )
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
     with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
         fzero.make_train_step(_quiet(), cfg, **AOT)

@@ -297,8 +297,8 @@ def test_a_door_opens_when_it_is_used() -> None:
     assert package == {"fzero", "fzero.common", "fzero.common.doors", "fzero.runtime", "fzero.runtime.hooks"}
     rooms = {"graph", "resharding", "estimation", "checkpoint", "profiling", "engine", "launch", "tuning", "testing"}
     assert not trained & OTHERS_NEED and not {*map(room_of, trained)} & rooms and OTHERS_NEED <= MODULES
-    assert sum(map(lines.__getitem__, step)) <= 14_800
-    assert sum(map(lines.__getitem__, trained)) <= 15_200
+    assert sum(map(lines.__getitem__, step)) <= 14_900
+    assert sum(map(lines.__getitem__, trained)) <= 15_300
 
 
 def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import RankPool
-from test_pipelines import ONCE, Case, Result, assert_same, data, layers, tied_layers
+from test_pipelines import ONCE, Case, Result, assert_same, data, layers, simulated, tied_layers
 
 import fzero
 from fzero.comms import CommRecord
+from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import job
 from fzero.resharding import plan_reshard, reshard_all, staged_plan
 
@@ -157,6 +159,37 @@ def test_processes_move_their_states_and_send_what_was_planned(stages: int, orde
         assert sum(planned) > 0
 
 
+def grown(case: Case) -> list[float]:
+    """On a real rank of four, of which two are in the old job."""
+    torch.set_num_threads(1)
+    rank = job().rank
+    group = dist.new_group([0, 1])
+    old_axis: Any = fzero.comms.AbstractAxis.of(case.mesh)
+    if rank < 2:
+        old_axis = ProcessAxis("data", 2, rank, group, mesh=case.mesh)
+    new_case = case._replace(stages=4, order="gpipe")
+    old, new = case.step(old_axis), new_case.step(new_case.mesh)
+    batches = [tuple(x[0] for x in batch) for batch in data(3, 4, 1)]
+    state, losses = None, list[float]()
+    if rank < 2:
+        state, metrics = old(old.init(), batches[0])
+        losses.append(metrics.loss.item())
+    moved = fzero.reshard(state, old, new)
+    assert moved is not None
+    for batch in batches[1:]:
+        moved, metrics = new(moved, batch)
+        losses.append(metrics.loss.item())
+    return losses
+
+
+@pytest.mark.long
+def test_a_pipeline_may_grow_onto_processes_that_were_not_in_the_old_one(ranks: RankPool) -> None:
+    case = Case(2, num_data=1)
+    wanted = [loss for loss, *_ in simulated(case)[0]]
+    for rank, losses in enumerate(ranks(4, grown, case)):
+        assert losses == (wanted if rank < 2 else wanted[1:])
+
+
 def frozen_on_one_rank() -> str:
     """On a real rank of two: a parameter of stage 1 is frozen after the layers were built, which rank 0 cannot know."""
     case = Case(2, num_data=1)
@@ -169,11 +202,13 @@ def frozen_on_one_rank() -> str:
     return str(caught.value)
 
 
+@pytest.mark.long
 def test_layers_that_only_their_own_rank_has_changed_are_refused_on_all_ranks(ranks: RankPool) -> None:
     for text in ranks(2, frozen_on_one_rank):
         assert "must be the same two steps on every process" in text and "where they are made" in text
 
 
+@pytest.mark.long
 def test_states_of_abstract_ranks_move() -> None:
     case = Case(2, num_data=1)
     ranks = lockstep(case)

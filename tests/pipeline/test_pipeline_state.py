@@ -188,7 +188,8 @@ def test_weights_of_all_stages_are_exported_in_16_bits(made: Any, tmp_path: Path
     assert files[0] == files[1]
 
 
-@pytest.mark.parametrize("has_files", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("has_files", [False, True])
 def test_stages_without_parameters_train_save_load_move_and_export(has_files: bool, tmp_path: Path) -> None:
     keys = in_files(tmp_path / "files") if has_files else {}
     case = Case(
