@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fzero.compression.formulas import Number
     from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
 
-__all__ = ["CompressionPlan", "Extra", "Shrink", "is_added", "plan_of"]
+__all__ = ["CompressionPlan", "Extra", "PulledGrad", "Shrink", "is_added", "plan_of"]
 
 
 ADDED = frozenset(
@@ -75,6 +75,13 @@ class Shrink:
     cut: tuple[tuple[str, int], ...]
 
 
+class PulledGrad(NamedTuple):
+    """A gradient, to be multiplied by `mask` (bool, broadcasts) if there is one; whoever writes it does both in one pass."""
+
+    grad: Tensor
+    mask: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class CompressionPlan:
     """What compresses each parameter of a model and each module's input; `print` it. It holds no tensors.
@@ -115,24 +122,30 @@ class CompressionPlan:
 
     def pulled(
         self, name: str, grad: Tensor, n: int, tensors: Tensors, values: Callable[[], Tensor]
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, PulledGrad]:
         """The gradients of a parameter and of its scores, from the gradient of what `seen` returned.
 
         Args:
             values: returns the parameter; called where scores need it.
         """
-        techniques = self.params[name]
-        inputs: list[Tensor | None] = [None] * len(techniques)
-        if any(x.scores and n >= x.offset for x in techniques):
-            value = values().detach()
-            for index, technique in enumerate(techniques):
-                inputs[index] = value
-                value = technique.seen(value, tensors, n)
-        of_scores: dict[str, Tensor] = {}
-        for technique, x in zip(reversed(techniques), reversed(inputs), strict=True):
-            grad, more = technique.pulled(grad, x, tensors, n)
-            of_scores |= more
-        return {name: grad, **of_scores}
+        techniques, inputs = self.params[name], dict[int, Tensor]()
+        masks = [(index, x) for index, x in enumerate(techniques) if x.reads and n >= x.offset]
+        if trained := [index for index, x in masks if x.scores]:
+            value = inputs[0] = values().detach()
+            for index, technique in enumerate(techniques[: trained[-1]]):
+                value = inputs[index + 1] = technique.seen(value, tensors, n)
+        found, of_scores = PulledGrad(grad), dict[str, PulledGrad]()
+        for index, technique in reversed(masks):  # other techniques pass the gradient through
+            pulled = technique.pulled(found, inputs.get(index), tensors)
+            found = pulled.grad
+            if pulled.of_scores is not None:
+                of_scores[technique.source] = PulledGrad(pulled.of_scores)
+        return {name: found, **of_scores}
+
+    def made_masks(self, names: Iterable[str], n: int, tensors: Tensors) -> dict[str, Tensor]:
+        """The masks of the trained scores of some parameters, which `tensors` may have for `seen` and `pulled`: made once."""
+        masks = (x for name in names for x in self.params.get(name, ()) if x.scores and n >= x.offset)
+        return {mask.made: mask.mask(tensors) for mask in {mask.made: mask for mask in masks}.values()}
 
     def on(self, name: str, n: int) -> bool:
         """Whether a forward with n updates behind it sees another value than the parameter's own."""

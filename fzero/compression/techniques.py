@@ -1,7 +1,7 @@
 """The techniques that a plan applies to a parameter or to a module's input: frozen values with pure functions.
 
-`seen(x, tensors, n)` is the value that the module sees instead of `x`; `pulled(grad, x, tensors, n)` takes the gradient of that
-value back to `x`, and to the scores of a mask. `tensors` has masks and scores by their full names.
+`seen(x, tensors, n)` is the value that the module sees instead of `x`; a mask's `pulled(grad, x, tensors)` takes the gradient of
+that value back to `x` and to its scores. `tensors` has masks and scores by their full names.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor
 from fzero.compression.formulas import (
     Number,
     affine,
+    as_numbers,
     bits_at,
     choose,
     quantize,
@@ -25,6 +26,7 @@ from fzero.compression.formulas import (
     top_share,
     uniform_noise,
 )
+from fzero.compression.plan import PulledGrad
 
 Kind = Literal["sparse", "row", "head", "channel"]
 Tensors = Mapping[str, Tensor]
@@ -34,10 +36,10 @@ MOMENTUM = 0.95
 
 
 class Pulled(NamedTuple):
-    """A gradient on its way back: of the technique's input, and of scores by name."""
+    """A gradient on its way back: of the mask's input, and of its scores."""
 
-    grad: Tensor
-    of_scores: dict[str, Tensor]
+    grad: PulledGrad
+    of_scores: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,11 @@ class Quantize:
         """The tensor that it reads besides the weight: none."""
         return None
 
+    @property
+    def made(self) -> None:
+        """The name of the mask that is made of its scores: none."""
+        return None
+
     def bits(self, n: Number) -> Number:
         """The bits of a forward with n updates behind it, n ≥ offset."""
         return bits_at(n - self.offset, self.start_bits, self.target_bits, self.period)
@@ -96,10 +103,6 @@ class Quantize:
         """See the module."""
         detached = x.detach()
         return straight_through(choose(n >= self.offset, lambda: self.value(detached, n), detached), x)
-
-    def pulled(self, grad: Tensor, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
-        """See the module: the gradient is that of the quantized value."""
-        return Pulled(grad, {})
 
     def __str__(self) -> str:
         bits = f"{self.target_bits}" if self.start_bits == self.target_bits else f"{self.start_bits}→{self.target_bits}"
@@ -140,7 +143,15 @@ class Mask:
 
     def mask(self, tensors: Tensors) -> Tensor:
         """The mask in the shape of its source (bool)."""
-        return top_share(tensors[self.source], self.ratio) if self.trained else tensors[self.source]
+        if not self.trained:
+            return tensors[self.source]
+        made = tensors.get(self.made)
+        return top_share(tensors[self.source], self.ratio) if made is None else made
+
+    @property
+    def made(self) -> str:
+        """The name under which `tensors` may have the mask of trained scores."""
+        return f"{self.source}, mask"
 
     def over(self, x: Tensor, mask: Tensor) -> Tensor:
         """A mask (or scores) in a shape that broadcasts against `x`."""
@@ -165,16 +176,15 @@ class Mask:
         scores = scores if is_on is True else torch.where(is_on, scores, 0.0)
         return x * self.over(x, straight_through(mask.to(x.dtype), scores))
 
-    def pulled(self, grad: Tensor, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
-        """See the module: what is masked gets no gradient; a score gets that of its mask."""
-        if not n >= self.offset:
-            return Pulled(grad, {})
-        kept = masked(grad, self.over(grad, self.mask(tensors)))
+    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors) -> Pulled:
+        """See the module, from the offset on: what is masked gets no gradient; a score gets that of its mask."""
+        of_seen = grad.grad if grad.mask is None else masked(grad.grad, grad.mask)
+        found = PulledGrad(of_seen, self.over(of_seen, self.mask(tensors)))
         if not self.trained:
-            return Pulled(kept, {})
+            return Pulled(found, None)
         assert x is not None
         scores = tensors[self.source]
-        return Pulled(kept, {self.source: self._summed(grad * x, scores).to(scores.dtype)})
+        return Pulled(found, self._summed(of_seen * x, scores).to(scores.dtype))
 
     def _summed(self, x: Tensor, scores: Tensor) -> Tensor:
         """The sums of `x` over the elements of each part, in the shape of the scores."""
@@ -197,7 +207,7 @@ class Mask:
 def masked(x: Tensor, mask: Tensor) -> Tensor:
     """`x` times a mask of bools, which broadcasts."""
     if mask.shape == x.shape and not torch.is_grad_enabled():
-        return mask.view(torch.uint8).to(x.dtype).mul_(x)  # kernels convert bytes many times faster than bools
+        return as_numbers(mask, x.dtype).mul_(x)
     return x * mask.to(x.dtype)
 
 

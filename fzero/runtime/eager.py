@@ -333,16 +333,16 @@ class ForwardBackward:
             for name, grad in zip(names, grads, strict=True):
                 if name in self._seen.is_on and grad is not None:
                     for own, part in self.gathers.pulled(name, grad, self.plan.homes[name][0], self._need).items():
-                        self._add(own, part)
+                        self._add(own, part.grad, part.mask)
                 elif name and grad is not None:
                     self._add(name, grad)
 
-    def _add(self, name: str, grad: Tensor) -> None:
+    def _add(self, name: str, grad: Tensor, mask: Tensor | None = None) -> None:
         unit, buffer = self.plan.homes[name]
         if buffer.trainable:
             if not self._reductions.has_begun(unit.name, name):
                 self._events.ask("collect", unit.name, buffer.key)
-            self._reductions.add(name, grad, unit.name)
+            self._reductions.add(name, grad, unit.name, mask)
             self.forwards.used.add(name)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:

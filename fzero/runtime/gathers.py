@@ -26,6 +26,7 @@ from fzero.verbs import start_gather
 from sharding.views import unflatten
 
 if TYPE_CHECKING:
+    from fzero.compression.plan import PulledGrad
     from fzero.storage.file_tensor import Leaf
 
 
@@ -182,7 +183,7 @@ class Gathers:
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
 
-    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, Tensor]:
+    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, PulledGrad]:
         """The gradients of a parameter and of its scores, from that of what a module saw. `need` gathers the unit again."""
 
         def again() -> dict[str, Tensor]:

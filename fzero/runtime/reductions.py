@@ -107,14 +107,25 @@ class Reductions:
         """Whether the flat gradient of a parameter is being collected."""
         return name in self._filling[unit].parts
 
-    def add(self, name: str, grad: Tensor, unit: str) -> None:
-        """Adds the gradient of a parameter to the flat gradient of its unit."""
+    def add(self, name: str, grad: Tensor, unit: str, mask: Tensor | None = None) -> None:
+        """Adds the gradient of a parameter, times a mask (bool, broadcasts), to the flat gradient of its unit."""
         self.has_come = True
         if grad.layout != torch.strided:
             grad = grad.to_dense()
         filling = self._filling[unit]
         part = filling.parts[name]
         target = part if grad.dim() == 1 else part.view(grad.shape)
+        if mask is not None and grad.dtype == target.dtype and name not in filling.written:
+            if mask.shape == grad.shape:  # a product in memory of its own would be written and read once more
+                target.copy_(mask.view(torch.uint8)).mul_(grad)  # bytes are converted many times faster than bools
+            else:
+                torch.mul(grad, mask.to(grad.dtype), out=target)
+            if self._grad_scale != 1:
+                target.mul_(self._grad_scale)
+            filling.written.add(name)
+            return
+        if mask is not None:
+            grad = grad * mask.to(grad.dtype)
         if grad.dtype != target.dtype:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from fzero.compression.plan import CompressionPlan
+from fzero.compression.plan import CompressionPlan, PulledGrad
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.runtime.seen_params import SeenParams
 
@@ -73,6 +73,7 @@ class SeenCompressed(SeenParams):
     ) -> None:
         self._plan, self._n, self._buffers = plan, n, buffers
         self._by_unit: dict[str, dict[str, Tensor]] = {}
+        self._masks: dict[str, Tensor] = {}  # of the trained scores of those units
         self.is_on = {name for name in plan.params if plan.on(name, n)}
         self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()
         self.scored = frozenset(name for name in self.is_on if plan.scores_of(name))
@@ -93,30 +94,41 @@ class SeenCompressed(SeenParams):
 
     def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The values that differ from the parameters, for a model whose parameters are all there."""
-        return self._computed(sorted(self.is_on), full)
+        values = self._computed(sorted(self.is_on), full)
+        self._masks.clear()  # no backward needs them
+        return values
 
     def _computed(self, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
             tensors = {**self._buffers, **full}
+            if self.scored:
+                self._masks |= (made := self._plan.made_masks(names, self._n, tensors))
+                tensors |= made
             return {name: self._plan.seen(name, full[name], self._n, tensors) for name in names}
 
     def forget(self, unit: str) -> dict[str, Tensor]:
         """Drops the values of a unit that is released, unless they are kept, and returns them."""
-        return {} if unit in self._kept else self._by_unit.pop(unit, {})
+        values = {} if unit in self._kept else self._by_unit.pop(unit, {})
+        if self._masks:
+            for name in values:
+                for mask in self._plan.params[name]:
+                    self._masks.pop(mask.made or "", None)
+        return values
 
     def close(self) -> None:
         """Drops all values."""
         self._by_unit.clear()
+        self._masks.clear()
 
-    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, PulledGrad]:
         """The gradients of a parameter and of its scores, from the gradient of the value that a module saw.
 
         Args:
             full: returns all parameters of its unit; called where scores need them.
         """
         if name not in self.is_on:
-            return {name: grad}
+            return {name: PulledGrad(grad)}
         with torch.no_grad():
             given = full() if name in self.scored else {}
-            tensors = {**self._buffers, **given}
+            tensors = {**self._buffers, **given, **self._masks}
             return self._plan.pulled(name, grad, self._n, tensors, lambda: given[name])

@@ -6,10 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
+
+if TYPE_CHECKING:
+    from fzero.compression.plan import PulledGrad
 
 
 class SeenParams:
@@ -38,6 +42,6 @@ class SeenParams:
     def close(self) -> None:
         """Drops all values."""
 
-    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The gradients of a parameter and of its scores, from the gradient of the value that a module saw."""
-        return {name: grad}
+    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, PulledGrad]:
+        """The gradients of a compressed parameter and of its scores, from the gradient of the value that a module saw."""
+        raise AssertionError(f"{name} is not compressed")

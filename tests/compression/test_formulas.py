@@ -103,9 +103,10 @@ def test_gradients_by_hand_are_those_of_autograd(kind: str, n: int) -> None:
     for number in (n, torch.tensor(n)):
         seen = mask.seen(leaf, {"scores": of_scores}, number)
         grads = torch.autograd.grad(seen, [leaf, of_scores], grad, allow_unused=True)
-        pulled = mask.pulled(grad, x, {"scores": scores}, n)
-        torch.testing.assert_close(grads[0], pulled.grad)
-        expected = pulled.of_scores.get("scores", torch.zeros_like(scores))
+        pulled = CompressionPlan({"x": (mask,)}).pulled("x", grad, n, {"scores": scores}, lambda: x)
+        factor = torch.tensor(True) if pulled["x"].mask is None else pulled["x"].mask
+        torch.testing.assert_close(grads[0], pulled["x"].grad * factor)
+        expected = pulled["scores"].grad if "scores" in pulled else torch.zeros_like(scores)
         torch.testing.assert_close(torch.zeros_like(scores) if grads[1] is None else grads[1], expected)
         with torch.no_grad():
             assert torch.equal(seen.detach(), mask.seen(x, {"scores": scores}, n))

@@ -1,0 +1,245 @@
+"""What does compression cost? A step with each technique, beside `torch.nn.utils.parametrize` with the same formula.
+
+    python benchmarks/compression.py                               # a minute and a half on one core
+    python benchmarks/compression.py --rounds 2 --only "sparse l1"  # does it run?
+
+Four 512 × 512 matrices, SGD, a batch of 64, one thread. The contenders take turns, and the best processor time of each counts.
+The cost of a technique is what it adds to the same contender's step without one. The parametrizations are those that one would
+write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32 buffers, scores sorted at each forward. Inputs
+are quantized in a forward pre-hook.
+"""
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import fzero
+from fzero.common import print_report
+
+WIDTH, NUM_LAYERS, NUM_ROWS, NUM_HEADS = 512, 4, 64, 8
+Formula = Callable[[Tensor], Tensor]
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = ((nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS))
+    return nn.Sequential(*(module for pair in layers for module in pair))
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
+
+
+# --- the formulas as parametrizations ----------------------------------------------------------------------------------
+
+
+def straight(formula: Formula) -> Formula:
+    """The formula with the identity as its derivative."""
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return formula(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    return Straight.apply
+
+
+def symmetric(w: Tensor, bits: int = 8) -> Tensor:
+    scale = 2 * w.abs().amax() / 2**bits
+    return (w / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+
+
+def symmetric_rows(x: Tensor, bits: int = 8) -> Tensor:
+    scale = 2 * x.abs().amax(-1, keepdim=True) / 2**bits
+    return (x / scale).round().clamp(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) * scale
+
+
+def asymmetric(w: Tensor, bits: int = 8) -> Tensor:
+    low, high = w.amin(), w.amax()
+    scale = (high - low) / 2**bits
+    zero = (low / scale).round() * scale
+    return ((w - zero) / scale).round().clamp(0, 2**bits - 1) * scale + zero
+
+
+def ternary(w: Tensor) -> Tensor:
+    size = w.abs()
+    kept = (size > 0.7 * size.mean()).to(w.dtype)
+    return kept * w.sign() * ((size * kept).sum() / kept.sum())
+
+
+def binary(w: Tensor) -> Tensor:
+    return w.sign() * w.abs().mean()
+
+
+def top(scores: Tensor) -> Tensor:
+    """1 for the larger half of the scores, else 0; by a sort, as DeepSpeed has it."""
+    order = scores.reshape(-1).sort(descending=True).indices
+    mask = torch.zeros(scores.numel())
+    mask[order[: math.ceil(scores.numel() / 2)]] = 1
+    return mask.view_as(scores)
+
+
+class Formulaic(nn.Module):
+    def __init__(self, formula: Formula) -> None:
+        super().__init__()
+        self.formula = straight(formula)
+
+    def forward(self, w: Tensor) -> Tensor:
+        return self.formula(w)
+
+
+class Masked(nn.Module):
+    """Times a mask that never changes, of the larger half of the parts."""
+
+    def __init__(self, sizes: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", top(sizes.detach()))
+
+    def forward(self, w: Tensor) -> Tensor:
+        return w * self.mask.reshape(self.mask.shape[: w.dim()])
+
+
+class Scored(nn.Module):
+    """Times the mask of trained scores."""
+
+    def __init__(self, shape: tuple[int, ...], is_heads: bool = False) -> None:
+        super().__init__()
+        self.scores, self.top, self.is_heads = nn.Parameter(torch.randn(shape)), straight(top), is_heads
+
+    def forward(self, w: Tensor) -> Tensor:
+        mask = self.top(self.scores)
+        return w * (
+            mask.reshape(-1, 1).expand(-1, w.shape[1] // mask.numel()).reshape(1, -1) if self.is_heads else mask
+        )
+
+
+# --- the techniques ------------------------------------------------------------------------------------------------
+
+
+def quantized(bits: int, kind: str = "symmetric") -> dict[str, Any]:
+    shared = {"quantization_type": kind, "quantize_weight_in_forward": True}
+    return block("weight_quantization", shared, {"start_bits": bits, "target_bits": bits})
+
+
+def block(technique: str, shared: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    shared = {"enabled": True, "schedule_offset": 0, **shared}
+    groups = {"all": {"params": params, "modules": [r"^\d+$"]}}
+    return {technique: {"shared_parameters": shared, "different_groups": groups}}
+
+
+HALF = {"dense_ratio": 0.5}
+TECHNIQUES: dict[str, tuple[dict[str, Any], Callable[[nn.Linear], nn.Module] | None]] = {
+    "weights, 8 bits": (quantized(8), lambda layer: Formulaic(symmetric)),
+    "weights, 8 bits, asymmetric": (quantized(8, "asymmetric"), lambda layer: Formulaic(asymmetric)),
+    "weights, ternary": (quantized(2), lambda layer: Formulaic(ternary)),
+    "weights, binary": (quantized(1), lambda layer: Formulaic(binary)),
+    "inputs, 8 bits": (block("activation_quantization", {}, {"bits": 8}), None),
+    "sparse l1": (block("sparse_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs())),
+    "sparse topk": (block("sparse_pruning", {"method": "topk"}, HALF), lambda layer: Scored((WIDTH, WIDTH))),
+    "row l1": (block("row_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs().sum(1, True))),
+    "row topk": (block("row_pruning", {"method": "topk"}, HALF), lambda layer: Scored((WIDTH, 1))),
+    "head topk": (
+        block("head_pruning", {"method": "topk", "num_heads": NUM_HEADS}, HALF),
+        lambda layer: Scored((1, NUM_HEADS), is_heads=True),
+    ),
+}  # a channel is a row of a convolution
+
+
+def make_fzero(technique: str | None, stage: int) -> Callable[[Tensor], object]:
+    config: dict[str, Any] = {
+        "train_batch_size": NUM_ROWS,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+    }
+    if technique is not None:
+        config["compression_training"] = TECHNIQUES[technique][0]
+    step = fzero.make_train_step(make_model(), config, loss_fn=loss_of)
+    state = step.init()
+
+    def train(x: Tensor) -> None:
+        nonlocal state
+        state, _ = step(state, x)
+
+    return train
+
+
+def make_plain(technique: str | None) -> Callable[[Tensor], object]:
+    model = make_model()
+    if technique is not None:
+        make = TECHNIQUES[technique][1]
+        for layer in (module for module in model if isinstance(module, nn.Linear)):
+            if make is None:
+                formula = straight(symmetric_rows)
+                layer.register_forward_pre_hook(lambda module, args, formula=formula: (formula(args[0]),))
+                continue
+            parametrize.register_parametrization(layer, "weight", make(layer))
+            if technique == "row l1":  # row masks apply to the bias, too
+                layer.register_parameter("bias", nn.Parameter(layer.bias.detach()))
+                parametrize.register_parametrization(layer, "bias", Masked(layer.weight.detach().abs().sum(1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train(x: Tensor) -> None:
+        loss = loss_of(model, x)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    return train
+
+
+def measured(technique: str, num_rounds: int) -> dict[str, float]:
+    """Milliseconds that the technique adds to a step, by contender."""
+    makers: dict[str, Callable[[str | None], Callable[[Tensor], object]]] = {
+        "stage 0": lambda name: make_fzero(name, 0),
+        "stage 3": lambda name: make_fzero(name, 3),
+        "parametrize": make_plain,
+    }
+    steps = {(name, kind): make(kind) for name, make in makers.items() for kind in (None, technique)}
+    best = dict.fromkeys(steps, math.inf)
+    x = torch.randn(NUM_ROWS, WIDTH)
+    for _ in range(num_rounds):
+        for key, step in steps.items():
+            step(x)
+            for _ in range(2):
+                start = time.process_time()
+                step(x)
+                best[key] = min(best[key], 1e3 * (time.process_time() - start))
+    return {name: best[name, technique] - best[name, None] for name in makers}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=60, help="turns per contender (default: %(default)s)")
+    parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)")
+    parser.add_argument("--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(title=f"ms that a technique adds to a step of {NUM_LAYERS} Linear({WIDTH}, {WIDTH})", box=box.SIMPLE)
+    for title in ("technique", "stage 0", "stage 3", "parametrize", "stage 0 / parametrize", "stage 3 / parametrize"):
+        table.add_column(title, justify="left" if title == "technique" else "right")
+    results = {}
+    for technique in arguments.only or TECHNIQUES:
+        results[technique] = found = measured(technique, arguments.rounds)
+        ratios = (found[name] / found["parametrize"] for name in ("stage 0", "stage 3"))
+        table.add_row(technique, *(f"{ms:.2f}" for ms in found.values()), *(f"{ratio:.2f}" for ratio in ratios))
+    print_report(table)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
