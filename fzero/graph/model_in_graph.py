@@ -282,7 +282,7 @@ class ModelInGraph:
     @contextmanager
     def _reads_from(self, tensors: Mapping[str, Tensor], see: See) -> Iterator[None]:
         """In the body, the module's own parameters are read as `tensors`, or as `see` gives them."""
-        own = {id(param): param for param in self._module.parameters()}
+        own = list(self._module.parameters())
         names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
         leave = enter(own, names, lambda name: see(name) if name in self._compress.params else tensors[name])
         try:

@@ -11,6 +11,7 @@ import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -28,11 +29,12 @@ from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
 class FetchedParameters(dict[str, Any]):
     """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
 
+    __slots__ = ("fetch", "names", "put")
+
     def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
         super().__init__(own)
         self.names, self.fetch = names, fetch
-        self.put: set[str] = set()
-        """The keys to which the model has assigned a value of its own."""
+        self.put: set[str] = set()  # the keys to which the model has assigned a value of its own
 
     def __getitem__(self, key: str) -> Any:
         name = self.names.get(key)
@@ -85,30 +87,36 @@ def bound(
     return Binding(model, aliases).to(fetch, buffers)
 
 
-class _Place(NamedTuple):
-    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name."""
+@dataclass(slots=True)
+class _Place:
+    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name.
+
+    Attributes:
+        names: the names of its own parameters for `fetch`, by key.
+    """
 
     prefix: str
     module: nn.Module
     children: dict[str, nn.Module | None]
     lists: bool
-    names: dict[str, str]
-    """The full names of its parameters for `fetch`, by key."""
+    names: dict[str, str] = field(default_factory=dict)
 
 
 class Binding:
-    """`bound` for a model and its aliases, which reads the tree of modules once, and again when that has changed."""
+    """`bound` for a model and its aliases, which reads modules and names once, and again where they have changed."""
 
     def __init__(self, model: nn.Module, aliases: dict[str, str]) -> None:
         self._model, self._aliases = model, aliases
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
+        self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
+        self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
 
     def _places(self) -> list[_Place]:
         if not self._found or any(place.module._modules != place.children for place in self._found):
-            listed = nn.Module.named_parameters
+            listed, self._known = nn.Module.named_parameters, ([], [])
             self._found = [
-                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed, {})
+                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed)
                 for p, m in self._model.named_modules()
             ]
         return self._found
@@ -122,24 +130,26 @@ class Binding:
         flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
         hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
         slots: list[_BufferSlot] = []
-        names_of: dict[int, str] = {}  # by the identity of the module's own parameter
-        own_by_id: dict[int, nn.Parameter] = {}
+        own = self._named([(place, own_parameters) for place, own_parameters, _ in found])
+        names_of = self._names_of
         lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
         try:
             for place, own_parameters, own_buffers in found:
-                names = self._own_names(place, own_parameters, names_of, own_by_id) if own_parameters else {}
                 attributes = place.module.__dict__
-                attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
+                attributes["_parameters"] = FetchedParameters(own_parameters, dict(place.names), fetch)
                 if place.lists:
                     attributes["named_parameters"] = MethodType(lister, place.module)
                     listers.append(place.module)
                 attributes["_buffers"] = dict(own_buffers)
                 if own_buffers:
                     slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
-            leave = own_params.enter(own_by_id, names_of, fetch)
+            leave = own_params.enter(own, names_of, fetch)
             yield
             for place, _, own_buffers in found:
-                _check_slots(place.module, place.prefix, own_buffers)
+                module = place.module
+                now: Any = module._parameters
+                if now.put or len(module._buffers) > len(own_buffers):
+                    _check_slots(module, place.prefix, own_buffers)
             if any(place.module._modules != place.children for place in places):
                 _check_places(self._model, places)
             for slot in slots:
@@ -162,22 +172,26 @@ class Binding:
             for module, own_weights, own_refs in flat_weights:
                 module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
-    def _own_names(
-        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, nn.Parameter]
-    ) -> dict[str, str]:
-        """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
-        full, names = place.names, dict[str, str]()
-        for key, param in own.items():
-            if param is None:
-                continue
-            if key not in full:
-                name = f"{place.prefix}.{key}" if place.prefix else key
-                full[key] = self._aliases.get(name, name)
-            names_of[(index := id(param))] = names[key] = full[key]
-            own_by_id[index] = param
-            if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
-                check_no_hooks(names[key], param)
-        return names
+    def _named(self, found: Sequence[tuple[_Place, Mapping[str, Any]]]) -> list[Any]:
+        """All own parameters of the modules. `names` of each place, and `_names_of`, are those of these parameters."""
+        own, keys = list[Any](), list[str]()
+        for _, parameters in found:
+            own += parameters.values()
+            keys += (*parameters, "")
+        known = [*map(id, own)], keys
+        if known != self._known:
+            names_of: dict[int, str] = {}
+            for place, parameters in found:
+                place.names, dot = {}, f"{place.prefix}." if place.prefix else ""
+                for key, param in parameters.items():
+                    if param is not None:
+                        place.names[key] = names_of[id(param)] = self._aliases.get(dot + key, dot + key)
+            self._known, self._names_of = known, names_of
+        for param in own:
+            # Of another class, another rank in lockstep has bound it.
+            if type(param) is nn.Parameter and (param._backward_hooks or param._post_accumulate_grad_hooks):
+                check_no_hooks(self._names_of[id(param)], param)
+        return own
 
 
 class _BufferSlot(NamedTuple):
@@ -215,8 +229,6 @@ def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any])
     """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
     parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
-    if not parameters.put and len(module._buffers) <= len(own_buffers):
-        return
     dot = f"{prefix}." if prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:

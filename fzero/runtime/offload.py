@@ -250,10 +250,10 @@ class Offload:
             ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
             StoreError: the state is stale, or its files are broken.
         """
-        devices = {kind: self._device_of(self.kind(Placement(kind))) for kind in ("device", "host")}
         is_cpu = not self._files and self.device.type == "cpu"
-        if is_cpu and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves):
+        if is_cpu and {*map(type, leaves)} == {Tensor} and all(leaf.is_cpu for leaf in leaves):
             return  # the usual case at once
+        devices = {kind: self._device_of(self.kind(Placement(kind))) for kind in ("device", "host")}
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             in_file = isinstance(leaf, FileTensor)
             if in_file != (spec.placement.kind == "nvme"):

@@ -10,7 +10,7 @@ The module must not change between the making of a state from it and the state's
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -78,17 +78,17 @@ def _bound_with(x: Any) -> _Bound | None:
     return mine[-1] if mine else None
 
 
-def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetch) -> Callable[[], None]:
+def enter(own: Sequence[Any], names: Mapping[int, str], fetch: Fetch) -> Callable[[], None]:
     """Substitutes the tensors of `fetch` for a module's own parameters; returns a function that ends the substitution.
 
     Args:
-        own: the parameters by identity.
+        own: the parameters; others are left out.
         names: their names for `fetch`, by identity.
         fetch: see `module_binding.bound`.
     """
     mine = _Bound(threading.get_ident(), names, fetch)
     _BOUND.append(mine)
-    for param in own.values():
+    for param in own:
         if type(param) is nn.Parameter:  # a subclass has rules of its own
             param.__class__ = StandIn
 
@@ -96,8 +96,8 @@ def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetc
         # By identity: two bindings of one module are equal as values.
         _BOUND[:] = [bound for bound in _BOUND if bound is not mine]
         still_bound = set().union(*(bound.names for bound in _BOUND))
-        for key, param in own.items():
-            if type(param) is StandIn and key not in still_bound:
+        for param in own:
+            if type(param) is StandIn and id(param) not in still_bound:
                 param.__class__ = nn.Parameter  # type: ignore[assignment]
 
     return leave

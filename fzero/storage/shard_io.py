@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -90,17 +90,22 @@ class ShardTransfer:
 
     def prefetch(self, name: str, x: Leaf) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
-        is_here = isinstance(x, Tensor) and x.device == self.device
-        if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
+        if not self.is_here(x) and name not in self._coming and (self.most is None or len(self._coming) < self.most):
             self._coming[name] = self._start(name, x)
 
     def load(self, name: str, x: Leaf) -> Tensor:
         """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
+        if self.is_here(x):
+            return x
         return (self._coming.pop(name, None) or self._start(name, x))()
+
+    def is_here(self, x: Leaf) -> TypeGuard[Tensor]:
+        """Whether the shard lives on the device."""
+        return isinstance(x, Tensor) and x.device == self.device
 
     def fresh(self, x: Leaf) -> Tensor:
         """An uninitialised tensor like the result of `load`; the shard itself if it lives on the device."""
-        if isinstance(x, Tensor) and x.device == self.device:
+        if self.is_here(x):
             return x
         if self.device.type == "cpu":
             return self.scratch.take_paged(x.numel(), x.dtype)
@@ -119,8 +124,6 @@ class ShardTransfer:
                 self.scratch.give(here)
 
     def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
-        if isinstance(x, Tensor) and x.device == self.device:
-            return lambda: x
         with profiler_range("load", name):
             return self._start_file(name, x) if isinstance(x, FileTensor) else self._start_copy(x)
 
@@ -169,8 +172,9 @@ class ShardTransfer:
             measures: whether these are the final values, which are measured for `known`.
         """
         self._measured.pop(name, None)
+        here = values
         if home is values and not adds:
-            here = values
+            pass
         elif isinstance(home, FileTensor):
             with profiler_range("write_back", name):
                 here = self._put_in_file(name, home, values, adds=adds)
@@ -179,7 +183,7 @@ class ShardTransfer:
                 here = self._put_in_memory(home, values, adds=adds)
         else:
             here = self._put_in_memory(home, values, adds=adds)
-        measures &= isinstance(home, FileTensor) or self._in_memory
+        measures = measures and (self._in_memory or isinstance(home, FileTensor))
         if measures and self._measure is not None and here.numel():
             number = self._measure(here if here.dtype == home.dtype else here.to(home.dtype))
             number = number if number.device == self.device else number.to(self.device)
@@ -191,7 +195,7 @@ class ShardTransfer:
             return None
         number, measured, version = self._measured[name]
         is_same = home is measured
-        if isinstance(home, Tensor) and isinstance(measured, Tensor):
+        if not is_same and isinstance(home, Tensor) and isinstance(measured, Tensor):
             is_same = (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
         return number if is_same and _version(home) == version else None
 
