@@ -199,14 +199,14 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
         keys = keys_of(stage, precision, checkpointed)
         found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
-        told = {"model": name, "precision": precision, "checkpointed": checkpointed, "stage": stage}
-        yield told | {
+        case = {"model": name, "precision": precision, "checkpointed": checkpointed, "stage": stage}
+        yield case | {
             "measured": found,
             "planned": of_plan | {"seconds": plan.seconds},
             "description": plan.step.description,
         }
         console.print(
-            told, found, of_plan, plan.seconds, plan.step.description, soft_wrap=True
+            case, found, of_plan, plan.seconds, plan.step.description, soft_wrap=True
         ) if args.verbose else None
 
 

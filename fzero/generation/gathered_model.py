@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fzero.comms.failures import meet
 from fzero.generation.lora import fuse_lora, merged
+from fzero.runtime.model_contexts import quantizing, seen_params
 from fzero.runtime.module_binding import bound
-from fzero.runtime.parts import inspecting, quantizing, seen_params
+from fzero.runtime.parts import inspecting
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
@@ -52,7 +53,8 @@ def generating(
             then has copies, which are dropped at the end.
 
     Raises:
-        ValueError: a parameter was changed without `writable`, or an argument is not known.
+        TypeError: `step` is no step.
+        ValueError: a parameter was changed without `writable`, an argument is not known, or the step is a pipeline's.
     """
     if by not in ("copy", "unit"):
         raise ValueError(
@@ -62,11 +64,12 @@ def generating(
         raise ValueError(
             "generating: writable must be False with by='unit', got True; by='copy' has copies to write to"
         )
+    check_whole(step, "generating")
     step.runtime.check_state(state)
     model, dtype = step.recipe.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate", learns=False), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
@@ -88,6 +91,21 @@ def generating(
         raise ValueError(
             "generating: the model must not write to its parameters, and did, so that the state has changed; pass "
             "writable=True, which gives it copies, and use a state saved before"
+        )
+
+
+def check_whole(step: TrainStep, call: str) -> None:
+    """Raises for what is no step, and for the step of a pipeline, where a rank has the layers of its own stage."""
+    if not isinstance(step, TrainStep):
+        raise TypeError(
+            f"{call}: step must be what make_train_step returned, got {type(step).__name__}; load what gather(state) "
+            f"of simulated ranks returns into a plain model"
+        )
+    stages = step.runtime.stages
+    if stages is not None and stages.num_stages > 1:
+        raise ValueError(
+            f"{call}: the step must have the whole model, and is that of a pipeline stage; save a checkpoint, and load it into a "
+            f"step without pipeline="
         )
 
 

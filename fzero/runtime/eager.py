@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -45,7 +45,10 @@ from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
-from fzero.storage.shard_io import Leaf, ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
 
 
 class ForwardBackward:
@@ -261,12 +264,8 @@ class ForwardBackward:
             present = enter(self, unit)
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
-        if (
-            not present.is_recorded
-            and not self._runs_again
-            and self._events.phase == "forward"
-            and torch.is_grad_enabled()
-        ):
+        is_new = not present.is_recorded and not self._runs_again
+        if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
             present.is_recorded, visits = True, self.forwards.last.visits
             visits[present.unit] = visits.get(present.unit, 0) + 1
         return present.leaves[name]

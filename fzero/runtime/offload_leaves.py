@@ -1,26 +1,24 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
 
-`Update` is one flat buffer to be updated. An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
-live where the plan places them, and are replaced by name (`with_long`).
+An optimizer state is a tree. Its *long* tensors are as long as the parameters. They live where the plan places them, and are
+replaced by name (`with_long`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.pending import Pending
-from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.storage.shard_io import Leaf
+from fzero.storage.file_tensor import Leaf
 from sharding.specs import Placement
 
-Parts = dict[str, Any]
-"""One flat buffer's part of a state: `params`, `grads`, `master` and `optimizer`, where it has them."""
+if TYPE_CHECKING:
+    from fzero.runtime.update import Update
 
 
 class Home(NamedTuple):
@@ -57,26 +55,6 @@ class Leaves(NamedTuple):
         return (self.updated, *self.longs)
 
 
-Join = Callable[..., Pending]
-"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
-
-
-class Update(NamedTuple):
-    """One flat buffer to be updated."""
-
-    buffer: FlatParamPlan
-    grad: Leaf
-    """This rank's gradient (S)."""
-    master: Leaf
-    """The tensor to update: a shard of the parameters if there is no master."""
-    state: Any
-    transform_at: Callable[..., Transform]
-    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
-    param: Leaf
-    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
-    join: Join
-
-
 def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     """The flat tensors that a rank holds of a buffer under a plan."""
     leaves = plan.leaves(buffer)
@@ -94,6 +72,12 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
 def long_tensors(state: Any, leaves: Leaves) -> list[Leaf]:
     """The tensors of an optimizer state that are as long as the parameters."""
     return [x for x, name in zip(optree.tree_leaves(state), leaves.of_state, strict=True) if name]
+
+
+def tensors_of(update: Update, leaves: Leaves) -> dict[str, Leaf]:
+    """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
+    found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
+    return {leaves.param: update.param, leaves.grad: update.grad} | found
 
 
 def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:

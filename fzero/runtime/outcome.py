@@ -19,11 +19,11 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound, CollectiveError
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
-from fzero.runtime.loss import check_rows
+from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
@@ -147,16 +147,53 @@ def mark_of(names: frozenset[str]) -> float:
     return zlib.crc32(" ".join(sorted(names)).encode()) / 2**32 if names else 0.0
 
 
+UPDATING = math.inf
+"""The number of a rank that is in an update, where others may be in a backward."""
+
+
+def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float:
+    """What ranks compare of a backward: the number of passes so far, the parameters without gradients, whether it is the last."""
+    number = num_passes + mark_of(still)
+    return number if is_last else -number
+
+
+def stack_in_update(number: Tensor, stack: Callable[[Tensor], Tensor]) -> Tensor:
+    """`stack(number)`, in a row as a backward sends it: so a rank that is in a backward meets it, and all report that."""
+    if number.device.type != "cpu":  # the host does not wait for the device
+        return stack(number)
+    rows = stack(loss_row(number, None, UPDATING, 0.0, 0.0))
+    check_passes(rows[:, 2])
+    return rows[:, 0]
+
+
 def check_passes(numbers_W: Tensor) -> None:
     """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
-    if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
-        if (numbers_W.floor() == numbers_W[0].floor()).all():
-            raise CollectiveError(
-                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
-                "rank, before the same forward"
+    if numbers_W.device.type != "cpu" or (numbers_W == numbers_W[0]).all():
+        return
+    is_update, passes_W = numbers_W == UPDATING, numbers_W.abs()
+    is_last = (numbers_W > 0) & ~is_update
+    if is_update.any() or (passes_W == passes_W[0]).all():
+        doing = [
+            f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for what, of_rank in (
+                ("an update", is_update),
+                ("the last backward before an update", is_last),
+                ("a backward before the last", numbers_W < 0),
             )
+            if (ranks := of_rank.nonzero().flatten().tolist())
+        ]
         raise CollectiveError(
-            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes. Either an error was raised "
-            f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate); "
-            f"end the job, and start it again from a checkpoint"
+            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
+            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
+            f"start the job again from a checkpoint"
         )
+    if (passes_W.floor() == passes_W[0].floor()).all():
+        raise CollectiveError(
+            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+            "rank, before the same forward"
+        )
+    raise CollectiveError(
+        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
+        f"at different places on different ranks, or some ranks called a collective method (forward, backward, trace_comm, "
+        f"evaluate) more often; end the job, and start it again from a checkpoint"
+    )

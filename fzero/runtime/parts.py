@@ -24,20 +24,19 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
 from fzero.runtime.own_params import OwnGrads
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -106,6 +105,12 @@ def _check_state(run: StepRuntime, state: State) -> None:
     run.check_state(state)
     if run.flags is not None:
         run.flags.check()
+
+
+def _check_read(run: StepRuntime, state: State) -> None:
+    """Checks a state that is used without an update."""
+    run.check_state(state)
+    run.learned.origin.check()
 
 
 def _enter(run: StepRuntime) -> None:
@@ -212,13 +217,14 @@ def going_back(
     newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
+    number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
         bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
-            visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
+            visits, loss_row(loss, weight, number, checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
             keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
             needs_grads=needs_grads,
@@ -269,6 +275,9 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
+    if rng is None and (buffers or learned.moving_buffers is None):  # the first exchange of an update has another form
+        world, label = run.mesh.world, Label("loss_stats", phase="update")
+        stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
         outcome.check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
@@ -280,7 +289,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
@@ -319,12 +328,13 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     has_all = run.plan.keeps_full_grads
     shards = range(mesh.num_shards) if has_all else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
+    stack = partial(mesh.stack, label=Label("norm", phase="update"))
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
         of_shard = dict(zip(shards, rows, strict=True)).__getitem__
     return norm_parts(
         run.rules.loss, of_shard, shards, mesh.num_shards,
-        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
+        stack=lambda number: stack_in_update(number, stack), device=run.device,
     )  # fmt: skip
 
 
@@ -345,7 +355,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 
 def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
     """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
-    run.check_state(state)
+    _check_read(run, state)
     if run.stages is not None:
         return run.stages.evaluate(run, state, batch)
     meet("TrainStep.evaluate", run.mesh.world)
@@ -376,7 +386,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) ->
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     """See `TrainStep.inspect`; `kind` is its `run`."""
     check_callable("inspect", function, "a function without arguments that calls the model")
-    run.check_state(state)
+    _check_read(run, state)
     if run.plan.stage == 3:
         meet("TrainStep.inspect", run.mesh.world)
     return _inspect(run, state, function, kind)
@@ -388,27 +398,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
-            the model another number of times on another rank, or each time.
+        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
+            order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    known = learned if learns else learned.negotiating()
+    known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
-        _with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        with_blocks(run),
+        nullcontext() if generates else dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -433,37 +443,23 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
-    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
-    plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
-
-
-def quantizing(run: StepRuntime, state: State) -> Any:
-    plan = run.recipe.compress
-    if not plan.inputs:
+def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
+    if run.checkpointing is None:
         return nullcontext()
-    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
-
-    return quantized_inputs(run.recipe.model, plan, int(state.step))
-
-
-def _with_blocks(run: StepRuntime) -> Any:
-    return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
+    return run.checkpointing.applied(
+        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        moving=run.learned.moving_buffers,
+    )  # fmt: skip
 
 
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
-        _with_blocks(run),
-        run.checkpointing.applied(
-            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
-            moving=run.learned.moving_buffers,
-        ),
+        with_blocks(run),
+        _checkpointing(run, window),
         dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,12 @@ from fzero.comms.pending import Pending
 from fzero.comms.records import Phase, label_of
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
+from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
 
 
 @dataclass(slots=True)

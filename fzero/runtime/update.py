@@ -9,7 +9,7 @@ the numbers in tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -23,26 +23,24 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, label_of
-from fzero.config.optimizers import Optimizer, TorchOptimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload
-from fzero.runtime.offload_leaves import Update
+from fzero.runtime.state_memory import StateMemory
 from fzero.state import TrainState
-from fzero.storage.shard_io import BufferPool, updated_part
+from fzero.storage.shard_transfer import BufferPool, updated_part
 from fzero.verbs import optimizer_update, start_join
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
+    from fzero.storage.file_tensor import Leaf
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
-_MADE_BEFORE = (UserTransform, TorchOptimizer)
-"""Optimizers whose transforms are made before a trace: they may check the rate or try a step, and a trace has no numbers."""
 
 
 class Hyper(NamedTuple):
@@ -70,6 +68,26 @@ class Hyper(NamedTuple):
         }
 
 
+Join = Callable[..., Pending]
+"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
+
+
+class Update(NamedTuple):
+    """One flat buffer to be updated."""
+
+    buffer: FlatParamPlan
+    grad: Leaf
+    """This rank's gradient (S)."""
+    master: Leaf
+    """The tensor to update: a shard of the parameters if there is no master."""
+    state: Any
+    transform_at: Callable[..., Transform]
+    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
+    param: Leaf
+    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
+    join: Join
+
+
 @dataclass(frozen=True, slots=True)
 class Updater:
     """The updates of a step, on one rank.
@@ -86,9 +104,9 @@ class Updater:
     plan: Plan
     mesh: RankMesh | None
     shard: int
-    offload: Offload
+    offload: StateMemory
     scratch: BufferPool
-    optimizers: Sequence[Optimizer | UserTransform]
+    optimizers: Sequence[OptimizerBlock | UserTransform]
     rates: Sequence[Schedule]
     momentum: Schedule | None
     places: dict[str, int] | None
@@ -97,7 +115,7 @@ class Updater:
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The last transforms, with their learning rate and momentum."""
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
+    def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
         """The same updater with other learning rates, and other optimizers unless these are None."""
         twin = replace(self, rates=list(map(optim.lr_schedules.constant, rates)), momentum=None)
         if optimizers is None:
@@ -265,7 +283,7 @@ class Updater:
         )
         twin = replace(self, _made={})
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable and isinstance(self.optimizers[buffer.group], _MADE_BEFORE):
+            if buffer.trainable and self.optimizers[buffer.group].is_made_before_trace:
                 twin.transform_of(buffer, hyper)
         return twin, hyper
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fzero
 from fzero.__main__ import main
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
@@ -22,6 +23,7 @@ from fzero.pipeline.picture import draw_timeline
 from fzero.pipeline.timeline import stored_over_time
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling import measure_layers
+from sharding import Mesh
 
 
 def gpt(depth: int = 8) -> PlainGPT:
@@ -37,10 +39,10 @@ def planner() -> PipelinePlanner:
 
 def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
     made, machine = planner(), MachineModel()
-    layers = made.layers(1)
+    layers = made.traced.of(1)
     assert layers.names == ("embedding", *(f"blocks.{i}" for i in range(8)), "norm..head")
-    assert sum(layers.numels) == sum(p.numel() for p in made.model.parameters())
-    work = [one for event in made.trace.events for one in event.work]
+    assert sum(layers.numels) == sum(p.numel() for p in made.traced.model.parameters())
+    work = [one for event in made.traced.trace.events for one in event.work]
     seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in work)
     assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)  # a sum in another order
     blocks = layers.costs[2:8]  # the backward of the first block includes that of the embedding
@@ -53,7 +55,7 @@ def test_the_peak_without_stages_is_that_of_the_trace() -> None:
     alone = made.planned(1, 1, micro_batches=3)
     most = alone.nbytes - alone.timeline.state[0]
     # What is stored at the most, and the most that a layer holds besides: the two need not be at one time.
-    assert made.trace.nbytes <= most <= 1.001 * made.trace.nbytes
+    assert made.traced.trace.nbytes <= most <= 1.001 * made.traced.trace.nbytes
     assert alone.bubble == 0
     assert alone.timeline.sent == (0,)
 
@@ -86,7 +88,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
 
 def test_pipelines_that_cannot_be_are_refused_in_words() -> None:
     model, made = gpt(), planner()
-    with pytest.raises(ConfigError, match=r"must be 0 or 1 with a pipeline, got 2.*set stage to 1"):
+    with pytest.raises(ConfigError, match=r"must be 0, 1 or 3 with a pipeline, got 2.*set stage to 1"):
         plan_pipeline(model, {"zero_optimization": {"stage": 2}}, batch=None, stages=4, world_size=8)
     with pytest.raises(ConfigError, match="stages must divide the number of ranks, 9, got 4"):
         made.planned(4, 9)
@@ -94,6 +96,8 @@ def test_pipelines_that_cannot_be_are_refused_in_words() -> None:
         made.planned(16, 16)
     with pytest.raises(ValueError, match="nbytes must hold the largest part, which has at least"):
         made.planned(4, 8, device_nbytes=1e6)
+    with pytest.raises(ValueError, match=r"mesh: must have no axis 'pipe'.* staged_plan"):
+        fzero.plan(model, {}, mesh=Mesh.of(pipe=2, data=2))
     with pytest.raises(ValueError, match="bounds must be 5 integers"):
         made.planned(4, 8, bounds=[0, 10])
 
@@ -198,7 +202,7 @@ def test_estimated_costs_cut_a_pipeline() -> None:
     assert slowest == min(
         max(sum(cost.seconds for cost in part) for part in (costs[:cut], costs[cut:])) for cut in range(1, 6)
     )
-    with pytest.raises(ValueError, match="must have a loss_fn, got None"):
+    with pytest.raises(ValueError, match="loss_fn: a planned pipeline must have one, got None"):
         estimate_layers(pipeline(loss_fn=None), batch=(tokens, tokens))
 
 
