@@ -16,6 +16,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -91,8 +92,7 @@ CONTENDERS: dict[str, Callable[[int], Step]] = {
     "bare loop": make_bare,
     "DDP": make_ddp,
     "FSDP2": make_fsdp2,
-    "fzero stage 0": lambda num_units: make_fzero(num_units, 0),
-    "fzero stage 3": lambda num_units: make_fzero(num_units, 3),
+    **{f"fzero stage {stage}": partial(make_fzero, stage=stage) for stage in range(4)},
 }
 
 

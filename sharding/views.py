@@ -107,8 +107,10 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     """
     _check_length("unflatten", flat, (layout.numel, layout.partition.padded_numel))
     leaves = flat.split_with_sizes([*layout.numels, flat.numel() - layout.numel])
-    shaped = (leaf if len(shape) == 1 else leaf.view(shape) for shape, leaf in zip(layout.shapes, leaves))
-    return dict(zip(layout.names, shaped))
+    return {
+        name: leaf if len(shape) == 1 else leaf.view(shape)
+        for name, shape, leaf in zip(layout.names, layout.shapes, leaves)
+    }
 
 
 def take_shard(flat_P: Tensor, partition: Partition, rank: int) -> Tensor:

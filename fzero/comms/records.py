@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal, NamedTuple
 
 Purpose = Literal[
@@ -58,6 +59,12 @@ class Label:
 
     def __str__(self) -> str:
         return f"{PURPOSES[self.purpose]} {self.buffer}".rstrip()
+
+
+@cache  # a step asks for it several times per unit
+def label_of(purpose: Purpose, buffer: str, phase: Phase) -> Label:
+    """The label of a flat buffer's collective."""
+    return Label(purpose, buffer, phase)
 
 
 class CommRecord(NamedTuple):

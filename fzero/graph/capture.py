@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -37,7 +37,7 @@ from fzero.graph.step_functions import StepFunctions
 from fzero.graph.tracing import Traced, trace
 from fzero.graph.traffic import sent_in
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import Plan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, StepRules
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn
@@ -144,6 +144,7 @@ class CompiledStep:
         device: torch.device,
         rules: StepRules,
         transforms: Callable[[], Callable[..., Transform]],
+        kind_of: Callable[[FlatParamPlan], Hashable],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -155,7 +156,7 @@ class CompiledStep:
         drop: TokenDropping | None = None,
     ) -> None:
         self.functions = StepFunctions(
-            model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
+            model, plan, axis, device, rules, transforms, kind_of, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
             compress=compress, held=held, drop=drop,
         )  # fmt: skip
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)

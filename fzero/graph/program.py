@@ -86,7 +86,7 @@ class GraphProgram:
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
         compiled = CompiledStep(
-            run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
+            run.recipe.model, run.plan, axis, run.device, run.rules, transforms, updater.kind_of,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
             held=run.recipe.held or (),

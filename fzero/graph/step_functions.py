@@ -13,7 +13,7 @@ ranks, A micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -30,6 +30,7 @@ from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.model_in_graph import ModelInGraph
+from fzero.graph.repeats import Repeats
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -55,6 +56,7 @@ class StepFunctions:
     Args:
         transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
             mesh, `start`, `skip`, `factor` and `out`.
+        kind_of: flat buffers of one kind have equal transforms.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StepFunctions:
         device: torch.device,
         rules: StepRules,
         transforms: Callable[[], Callable[..., Transform]],
+        kind_of: Callable[[FlatParamPlan], Hashable],
         *,
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
@@ -79,7 +82,7 @@ class StepFunctions:
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transforms = transforms
+        self._transforms, self._kind_of = transforms, kind_of
         how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress, "drop": drop}
         how |= {"held": held, "rank": axis.rank}
         self._ranges = compress.ranges
@@ -171,9 +174,9 @@ class StepFunctions:
         parts = self._norm_parts(reduced)
         outcome, skip, factor = finish(self._rules, rows_A, parts, state.loss_scale, is_sum=is_sum)
         assert skip is not None
-        transform_of = self._transforms()
+        transform_of, repeats = self._transforms(), Repeats()
         for flat in self._trained:
-            self._update_flat(flat, state, reduced[flat.key], skip, factor, transform_of)
+            self._update_flat(flat, state, reduced[flat.key], skip, factor, transform_of, repeats)
         self._agree(state.buffers)
         return outcome._replace(loss_scale=LossScale(*(x.clone() for x in outcome.loss_scale)))
 
@@ -223,6 +226,7 @@ class StepFunctions:
         skip: Tensor,
         factor: Tensor | None,
         transform_of: Callable[..., Transform],
+        repeats: Repeats,
     ) -> None:
         param = state.params[flat.key]
         updated = self._ranks.own(param, flat.shard_numel).clone() if flat.flow.joins_over else param
@@ -233,7 +237,12 @@ class StepFunctions:
         def update(grad: Tensor, kept: Tensor, optimizer: Any, start: int, *numbers: Tensor | None) -> None:
             skip, factor, out = numbers
             transform = transform_of(flat, mesh=self._graph, start=start, skip=skip, factor=factor, out=out)
-            optimizer_update(transform, kept, grad, optimizer, donate=True)
+
+            def write(*_: Tensor) -> None:
+                optimizer_update(transform, kept, grad, optimizer, donate=True)
+
+            written = [grad, kept, *optree.tree_leaves(optimizer), *([] if out is None else [out])]
+            repeats(write, written, kind=self._kind_of(flat))
 
         self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)
         if flat.flow.joins_over:

@@ -179,8 +179,8 @@ class _Tracing:
             kept = [place.get() for place in self.kept]
             held = {real: now for real, now in mode.held.values() if has_changed(now)}
             self.written = list(held)
-            results = [_value(x) for x in (*leaves, *kept, *held.values()) if isinstance(x, Tensor)]
-            changed = [(x, _value(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)]
+            results = [value_of(x) for x in (*leaves, *kept, *held.values()) if isinstance(x, Tensor)]
+            changed = [(x, value_of(now)) for x, now in zip(given, inputs, strict=True) if has_changed(now)]
         for x, now in changed:
             x.copy_(now)
         return results
@@ -230,7 +230,7 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         return self.held[id(x)][1]
 
 
-def _value(x: Tensor) -> Tensor:
+def value_of(x: Tensor) -> Tensor:
     """The traced tensor behind a functional one, after all changes."""
     if not isinstance(x, FunctionalTensor):
         return x
@@ -241,7 +241,7 @@ def _value(x: Tensor) -> Tensor:
 
 def alone(x: Tensor) -> Tensor:
     """The same values; in a trace a tensor that shares its memory with no other one, so that `has_changed` is about it alone."""
-    return FunctionalTensor.to_functional(_value(x)) if isinstance(x, FunctionalTensor) else x
+    return FunctionalTensor.to_functional(value_of(x)) if isinstance(x, FunctionalTensor) else x
 
 
 def has_changed(x: Tensor) -> bool:

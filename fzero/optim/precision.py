@@ -225,7 +225,8 @@ def mixed_precision(
         return grad, param, state
 
     def update_fused(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
-        is_wide = out is None and all(x.dtype == _wide_dtype(x) == kept for x in (*grads, *params))
+        found = {x.dtype for x in (*grads, *params)}
+        is_wide = out is None and found <= {kept} and kept == torch.promote_types(kept, torch.float32)
         if not (transform.is_fused and is_wide):
             return [update(*of)[2] for of in zip(grads, params, states, strict=True)]
         if factor is not None:

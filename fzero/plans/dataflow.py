@@ -14,7 +14,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self, TypeVar
 
@@ -143,6 +143,8 @@ class BufferDataflow:
         return self.collects == "shard" and not is_first
 
 
-def along(axes: Iterable[AnyAxis], names: Collection[str]) -> tuple[AnyAxis, ...]:
+def along(axes: tuple[AnyAxis, ...], names: Collection[str]) -> tuple[AnyAxis, ...]:
     """The axes with these names, in the order of `axes`."""
+    if len(axes) == 1 or not names:  # the usual case at once: a step asks several times per unit
+        return axes if names and axes[0].name in names else ()
     return tuple(axis for axis in axes if axis.name in names)

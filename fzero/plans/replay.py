@@ -24,12 +24,11 @@ MOST_ANSWERS = 1 << 15
 
 @dataclass(slots=True, eq=False)
 class _Answer:
-    """The answer to a request: the events, and whether the model runs forward then."""
+    """The answer to a request."""
 
     request: Request
     before: _Answer | None
     events: tuple[Event, ...] = ()
-    in_forward: bool = True
     following: dict[Request, _Answer] = field(default_factory=dict)
 
 
@@ -53,14 +52,6 @@ class Replay:
         self._make, self._memory = make, memory
         self._node: _Answer | None = memory.root  # of the last request; None where no answer is kept any more
         self._scheduler: UnitScheduler | None = None
-
-    @property
-    def in_forward(self) -> bool:
-        """Whether the model runs forward now, or backward."""
-        if self._scheduler is not None:
-            return self._scheduler.in_forward
-        assert self._node is not None
-        return self._node.in_forward
 
     @property
     def scheduler(self) -> UnitScheduler:
@@ -90,7 +81,7 @@ class Replay:
             return events
         found = node.following.get(request)
         if found is None and memory.num_answers < MOST_ANSWERS:
-            found = node.following[request] = _Answer(request, node, events, scheduler.in_forward)
+            found = node.following[request] = _Answer(request, node, events)
             memory.num_answers += 1
         self._node = found
         return events

@@ -1,8 +1,8 @@
 """Autograd nodes that call a `ForwardBackward` in the backward.
 
-A visit of a unit is one `UnitRoot`. Its outputs are the small parameters of the unit, and a handle: the input of a `ParamLeaf`
-for each large parameter. A node of autograd keeps the gradients of its outputs until it runs, and costs some 10 µs of Python.
-So small parameters share a node, and a large gradient is written as soon as it is there.
+A visit of a unit is one `UnitRoot`. Its outputs are the small parameters of the unit and, if there are large ones, a handle: the
+input of a `ParamLeaf` for each large parameter. A node of autograd keeps the gradients of its outputs until it runs, and costs
+some 10 µs of Python. So small parameters share a node, and a large gradient is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class UnitRoot(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
         ctx.set_materialize_grads(False)
-        return (anchor.new_empty(0), *views)
+        return views
 
     @staticmethod
-    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.work.end_visit(ctx.unit, ctx.names, grads)
         return (None,) * (4 + len(grads))
 

@@ -18,7 +18,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -264,11 +264,12 @@ class ForwardBackward:
             unit, _ = self.plan.homes[name]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
-        elif not self._events.in_forward:
+        elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
-        if not (present.is_recorded or self._runs_again) and self._events.in_forward and torch.is_grad_enabled():
-            present.is_recorded = True
-            self.forwards.last.visits[present.unit] += 1
+        is_new = not present.is_recorded and not self._runs_again
+        if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
+            present.is_recorded, visits = True, self.forwards.last.visits
+            visits[present.unit] = visits.get(present.unit, 0) + 1
         return present.leaves[name]
 
     @contextmanager
@@ -282,10 +283,9 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        self._range.close()
         if self._present is not None:
             self._given.check(self._present.plan)
-        if self._events.in_forward:
+        if self._events.phase == "forward":
             self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
@@ -296,8 +296,8 @@ class ForwardBackward:
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is there."""
+        self._leave(unit)
         with beneath_modes(self._num_modes):
-            self._leave(unit)
             self._events.ask("need", unit)
 
     def _leave(self, unit: str) -> None:
@@ -308,15 +308,12 @@ class ForwardBackward:
 
     # --- autograd ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[object]:
         """Inside, views of gathered buffers are saved as `SavedView`s."""
         if not any(unit.gathered_numel for unit in self.plan.units):
-            yield
-            return
+            return nullcontext()
         pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-        with saved_tensors_hooks(partial(pack, self.gathers), partial(unpack, self)):
-            yield
+        return saved_tensors_hooks(partial(pack, self.gathers), partial(unpack, self))  # type: ignore[return-value]
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):
@@ -327,23 +324,25 @@ class ForwardBackward:
     def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Takes gradients of parameters of a unit from autograd; None where there is none, and no name where none is wanted."""
         self._check_runs()
-        if self._events.in_forward:
+        if self._events.phase == "forward":
             raise RuntimeError(INSIDE)
-        if self.status != "passed":
-            for name, grad in zip(names, grads, strict=True):
-                if name in self._seen.is_on and grad is not None:
-                    for own, part in self.gathers.pulled(name, grad, self.plan.homes[name][0], self._need).items():
-                        self._add(own, part.grad, part.mask)
-                elif name and grad is not None:
-                    self._add(name, grad)
+        if self.status == "passed":
+            return
+        given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
+        for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
+            pulled = self.gathers.pulled(name, given.pop(name), self.plan.homes[name][0], self._need)
+            for own, part in pulled.items():
+                self._add(self.plan.homes[own][0].name, {own: part.grad}, part.mask)
+        self._add(unit, given)
 
-    def _add(self, name: str, grad: Tensor, mask: Tensor | None = None) -> None:
-        unit, buffer = self.plan.homes[name]
-        if buffer.trainable:
-            if not self._reductions.has_begun(unit.name, name):
-                self._events.ask("collect", unit.name, buffer.key)
-            self._reductions.add(name, grad, unit.name, mask)
-            self.forwards.used.add(name)
+    def _add(self, unit: str, grads: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
+        """Adds gradients of a unit's parameters, times a mask, to its flat gradients."""
+        for key, own in self._reductions.by_buffer(grads).items():
+            if (buffer := self.plan.flats[key][1]).trainable:
+                if not self._reductions.has_begun(unit, key):
+                    self._events.ask("collect", unit, key)
+                self._reductions.add(unit, buffer, own, mask)
+                self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""

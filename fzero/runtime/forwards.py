@@ -106,4 +106,4 @@ class Forwards:
 
 def sum_of(visits: Mapping[int, Counter[str]]) -> Counter[str]:
     """The total number of visits of each unit in these forwards."""
-    return sum(visits.values(), Counter())
+    return next(iter(visits.values())) if len(visits) == 1 else sum(visits.values(), Counter())

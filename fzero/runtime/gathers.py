@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.comms.mesh import RankMesh
-from fzero.comms.pending import Pending
-from fzero.comms.records import Label, Phase
+from fzero.comms.pending import Pending, ended
+from fzero.comms.records import Phase, label_of
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.held_tensors import address
@@ -95,6 +95,11 @@ class Gathers:
         )  # fmt: skip
         self._seen = seen
         self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
+        # By axes: whether one rank along them holds a whole buffer.
+        self._is_whole = {
+            over: math.prod(axis.size for axis in along(mesh.axes, over)) == 1
+            for over in {b.flow.gathers_over for b in plan.flat_buffers}
+        }
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
@@ -108,9 +113,10 @@ class Gathers:
         self._under_way[unit.name] = [self._start(buffer, phase) for buffer in unit.buffers if buffer.flow.gathers_over]
 
     def _start(self, buffer: FlatParamPlan, phase: Phase) -> _Gather:
-        axes, label = along(self._mesh.axes, buffer.flow.gathers_over), Label("gather", buffer.key, phase)
-        home = self._params[buffer.key]
-        if math.prod(axis.size for axis in axes) == 1:
+        label, home = label_of("gather", buffer.key, phase), self._params[buffer.key]
+        if self._is_whole[buffer.flow.gathers_over]:
+            if isinstance(home, Tensor) and home.device == self._transfer.device:
+                return _Gather(buffer, ended(home, label))
             self._transfer.prefetch(buffer.key, home)
             return _Gather(buffer, Pending(label, (), lambda: self._transfer.load(buffer.key, home)))
         shard = self._transfer.load(buffer.key, home)
@@ -140,8 +146,8 @@ class Gathers:
     def wait(self, unit: UnitPlan) -> None:
         """Waits for the gathers of a unit, and makes it live."""
         flats = self._live[unit.name] = self._end(unit.name)
-        self._versions |= {key: flat._version for key, flat in flats.items()}
         for key, flat in flats.items():
+            self._versions[key] = flat._version
             if flat.numel():  # an empty buffer has no address of its own
                 self._by_storage[address(flat)] = (unit, key, flat.dtype)
 
@@ -166,8 +172,8 @@ class Gathers:
 
     def full(self, unit: UnitPlan) -> Iterator[Any]:
         """The full flat buffers (P) of a unit in use, gathered or held by every rank."""
-        live = self._live.get(unit.name, {})
-        return (live.get(buffer.key, self._params[buffer.key]) for buffer in unit.buffers)
+        live, params = self._live.get(unit.name, {}), self._params
+        return (live.get(buffer.key, params[buffer.key]) for buffer in unit.buffers)
 
     def views(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The parameters of a unit in use by name, as they were gathered."""
@@ -176,6 +182,8 @@ class Gathers:
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
         """What modules see of the compressed parameters of a unit in use, by name. A saved view of one is made again, too."""
+        if not self._seen.is_on:
+            return {}
         values = self._seen.of(unit, lambda: self.views(unit))
         if values and unit.name in self._live:
             for name, value in values.items():
@@ -246,7 +254,7 @@ class Gathers:
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:
-                return SavedView(unit, key, int(tensor.storage_offset()), tuple(tensor.size()), tensor.stride())
+                return SavedView(unit, key, int(tensor.storage_offset()), tensor.size(), tensor.stride())
         return tensor.detach(), tensor._version
 
     def from_saved(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:

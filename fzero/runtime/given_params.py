@@ -91,7 +91,7 @@ class GivenParams:
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
         self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
-        self._first: dict[str, list[tuple[str, ref[Tensor]]]] = {}  # the leaves of each unit's first visit
+        self._first: dict[str, list[ref[Tensor]]] = {}  # the leaves of each unit's first visit
 
     def begin(self, *, compares: bool) -> None:
         """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after."""
@@ -163,14 +163,18 @@ class GivenParams:
         if not names:
             return {}
         small = [name for name in names if views[name].numel() <= SMALL]
-        labels = tuple("" if name in still else name for name in small)
-        handle, *leaves = root_of(work.anchor, work, unit.name, labels, *[views[name] for name in small])
+        labels = ["" if name in still else name for name in small] if still else small
+        given = [views[name] for name in small]
+        if len(small) == len(names):
+            outputs = root_of(work.anchor, work, unit.name, labels, *given)
+            forward.roots.append(outputs[0].grad_fn)
+            return dict(zip(small, outputs, strict=True))
+        handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], work.anchor.new_empty(0), *given)
         forward.roots.append(handle.grad_fn)
         found = dict(zip(small, leaves, strict=True))
-        if len(found) < len(names):
-            for name in names:
-                if name not in found:
-                    found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
+        for name in names:
+            if name not in found:
+                found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
         return found
 
     def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
@@ -183,13 +187,12 @@ class GivenParams:
             is_first: whether this is the first visit in this forward.
         """
         if is_first:
-            self._first[unit] = [(name, ref(leaf)) for name, leaf in leaves.items() if leaf.requires_grad]
+            self._first[unit] = [*map(ref, leaves.values())]
             return
-        first = ((name, leaf()) for name, leaf in self._first.pop(unit, ()))
-        still_there = ((name, leaf) for name, leaf in first if leaf is not None)  # held by the model
-        for name, leaf in (*leaves.items(), *still_there):
-            if leaf.requires_grad:
-                leaf.register_hook(_RefusesParts(self, name))  # type: ignore[no-untyped-call]
+        held = (leaf() for leaf in self._first.pop(unit, ()))  # by the model
+        for leaf in (*leaves.values(), *held):
+            if leaf is not None and leaf.requires_grad:
+                leaf.register_hook(_RefusesParts(self, leaf.fzero_name))  # type: ignore[attr-defined, no-untyped-call]
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit that the forward leaves; None checks those of all units, at the forward's end.

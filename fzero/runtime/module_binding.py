@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
@@ -47,30 +48,36 @@ def bound(
     return Binding(model, aliases).to(fetch, buffers)
 
 
-class _Place(NamedTuple):
-    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name."""
+@dataclass(slots=True)
+class _Place:
+    """A module in a model: its full name, its children when it was looked at, and whether it lists parameters by name.
+
+    Attributes:
+        names: the names of its own parameters for `fetch`, by key.
+    """
 
     prefix: str
     module: nn.Module
     children: dict[str, nn.Module | None]
     lists: bool
-    names: dict[str, str]
-    """The full names of its parameters for `fetch`, by key."""
+    names: dict[str, str] = field(default_factory=dict)
 
 
 class Binding:
-    """`bound` for a model and its aliases, which reads the tree of modules once, and again when that has changed."""
+    """`bound` for a model and its aliases, which reads modules and names once, and again where they have changed."""
 
     def __init__(self, model: nn.Module, aliases: dict[str, str], held: Sequence[Held] = ()) -> None:
         self._model, self._aliases, self._held = model, aliases, held
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
+        self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
+        self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
 
     def _places(self) -> list[_Place]:
         if not self._found or any(place.module._modules != place.children for place in self._found):
-            listed = nn.Module.named_parameters
+            listed, self._known = nn.Module.named_parameters, ([], [])
             self._found = [
-                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed, {})
+                _Place(p, m, dict(m._modules), p in self._parents and type(m).named_parameters is listed)
                 for p, m in self._model.named_modules()
             ]
         return self._found
@@ -84,29 +91,21 @@ class Binding:
         flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
         hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
         slots: list[_BufferSlot] = []
-        names_of: dict[int, str] = {}  # by the identity of the module's own parameter
-        own_by_id: dict[int, Tensor] = {}
-        marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
-        if any(
-            param is not None and param.__dict__ and marks_of(param)
-            for _, own, _ in found
-            for param in dict.values(own)
-        ):
-            fetch = partial(marked, fetch, marks)
+        own, marks = self._named([(place, own_parameters) for place, own_parameters, _ in found])
+        names_of, fetch = self._names_of, partial(marked, fetch, marks) if marks else fetch
         lister, leave = _lister(names_of, self._tied, fetch), None
         listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
             for place, own_parameters, own_buffers in found:
-                names = self._own_names(place, own_parameters, names_of, own_by_id, marks) if own_parameters else {}
                 attributes = place.module.__dict__
-                attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
+                attributes["_parameters"] = FetchedParameters(own_parameters, dict(place.names), fetch)
                 if place.lists:
                     listers.append((place.module, attributes.get("named_parameters")))
                     attributes["named_parameters"] = MethodType(lister, place.module)
                 attributes["_buffers"] = dict(own_buffers)
                 if own_buffers:
                     slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
-            leave = own_params.enter(self._substitutes(own_by_id, names_of, fetch, slots))
+            leave = own_params.enter(self._substitutes(own, names_of, fetch, slots))
             yield
             for place, _, own_buffers in found:
                 _check_slots(place, own_buffers)
@@ -142,32 +141,33 @@ class Binding:
         held = [each for each in self._held if not each.is_buffer or each.name in bound_here]
         return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
 
-    def _own_names(
-        self,
-        place: _Place,
-        own: Mapping[str, Any],
-        names_of: dict[int, str],
-        own_by_id: dict[int, Tensor],
-        marks: dict[str, dict[str, Any]],
-    ) -> dict[str, str]:
-        """The names of a module's own parameters for `fetch`, by key.
+    def _named(
+        self, found: Sequence[tuple[_Place, Mapping[str, Any]]]
+    ) -> tuple[dict[int, Tensor], dict[str, dict[str, Any]]]:
+        """All own parameters of the modules, by identity, and the Python attributes that code has set on them, by name.
 
-        Adds the parameters by identity to `names_of` and `own_by_id`, and the Python attributes of each to `marks`.
+        `names` of each place, and `_names_of`, become theirs.
         """
-        full, names = place.names, dict[str, str]()
-        for key, param in own.items():
-            if param is None:
-                continue
-            if key not in full:
-                name = f"{place.prefix}.{key}" if place.prefix else key
-                full[key] = self._aliases.get(name, name)
-            names_of[(index := id(param))] = names[key] = full[key]
-            own_by_id[index] = param
-            if param.__dict__ and (own_marks := marks_of(param)):
-                marks[names[key]] = own_marks
-            if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
-                check_no_hooks(names[key], param)
-        return names
+        own, keys = list[Any](), list[str]()
+        for _, parameters in found:
+            own += parameters.values()
+            keys += (*parameters, "")
+        known = [*map(id, own)], keys
+        if known != self._known:
+            names_of: dict[int, str] = {}
+            for place, parameters in found:
+                place.names, dot = {}, f"{place.prefix}." if place.prefix else ""
+                for key, param in parameters.items():
+                    if param is not None:
+                        place.names[key] = names_of[id(param)] = self._aliases.get(dot + key, dot + key)
+            self._known, self._names_of = known, names_of
+        own = [param for param in own if param is not None]
+        for param in own:
+            # Of another class, another rank in lockstep has bound it.
+            if type(param) is nn.Parameter and (param._backward_hooks or param._post_accumulate_grad_hooks):
+                check_no_hooks(self._names_of[id(param)], param)
+        marks = {self._names_of[id(x)]: set_ for x in own if x.__dict__ and (set_ := marks_of(x))}
+        return {id(param): param for param in own}, marks
 
 
 class _BufferSlot(NamedTuple):

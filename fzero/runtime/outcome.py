@@ -14,7 +14,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from fzero.comms import collectives
 from fzero.comms.axes import Bound, CollectiveError
+from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label, Phase
+from fzero.comms.records import Phase, label_of
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
@@ -31,10 +30,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Filling:
-    """The flat gradients of a unit while they fill: the buffers (P each), the part of each parameter, and the written ones."""
+    """The flat gradients of a unit while they fill: the buffers (P each), their parts if they are cut, and the written ones."""
 
     flats: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
 
@@ -74,6 +73,7 @@ class Reductions:
         self._is_first, self._is_last = True, True
         self._is_done = False  # whether a backward was the last one
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
+        self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
         self._in_flight: deque[_Reduction] = deque()
         self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
@@ -103,39 +103,78 @@ class Reductions:
 
     # --- collecting ----------------------------------------------------------------------------------------------
 
-    def has_begun(self, unit: str, name: str) -> bool:
-        """Whether the flat gradient of a parameter is being collected."""
-        return name in self._filling[unit].parts
+    def by_buffer(self, grads: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Gradients of parameters, by flat buffer."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, grad in grads.items():
+            found.setdefault(self._plan.homes[name][1].key, {})[name] = grad
+        return found
 
-    def add(self, name: str, grad: Tensor, unit: str, mask: Tensor | None = None) -> None:
-        """Adds the gradient of a parameter, times a mask (bool, broadcasts), to the flat gradient of its unit."""
-        self.has_come = True
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
-        filling = self._filling[unit]
-        part = filling.parts[name]
-        target = part if grad.dim() == 1 else part.view(grad.shape)
-        if mask is not None and grad.dtype == target.dtype and name not in filling.written:
+    def has_begun(self, unit: str, key: str) -> bool:
+        """Whether a flat gradient is being collected."""
+        return key in self._filling[unit].flats
+
+    def add(self, unit: str, buffer: FlatParamPlan, grads: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
+        """Adds gradients of parameters of one flat buffer, by name, times a mask (bool, broadcasts), to its flat gradient."""
+        self.has_come, filling = True, self._filling[unit]
+        flat_P, written = filling.flats[buffer.key], filling.written
+        if mask is None and self._are_all(buffer, flat_P, grads, written):
+            dense = [grad if grad.dim() == 1 else grad.view(-1) for grad in map(grads.__getitem__, buffer.layout.names)]
+            torch.cat([*dense, self._padding(buffer, flat_P)], out=flat_P)
+            written.update(grads)
+            return
+        parts = filling.parts.get(buffer.key)
+        if parts is None:
+            parts = filling.parts[buffer.key] = self._cut(flat_P, buffer)
+        for name, grad in grads.items():
+            if grad.layout != torch.strided:
+                grad = grad.to_dense()
+            target = parts[name] if grad.dim() == 1 else parts[name].view(grad.shape)
+            self._write(target, grad, mask, adds=name in written)
+            written.add(name)
+
+    def _write(self, target: Tensor, grad: Tensor, mask: Tensor | None, *, adds: bool) -> None:
+        """Writes a gradient times its factor and mask to its part of a flat gradient, or adds it."""
+        if mask is not None and grad.dtype == target.dtype and not adds:
             if mask.shape == grad.shape:  # a product in memory of its own would be written and read once more
                 target.copy_(mask.view(torch.uint8)).mul_(grad)  # bytes are converted many times faster than bools
             else:
                 torch.mul(grad, mask.to(grad.dtype), out=target)
             if self._grad_scale != 1:
                 target.mul_(self._grad_scale)
-            filling.written.add(name)
             return
         if mask is not None:
             grad = grad * mask.to(grad.dtype)
         if grad.dtype != target.dtype:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
-        if name in filling.written:  # added in fp32, because the kernel rounds its factor to the tensors' dtype
+        if adds:  # in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
         elif self._grad_scale == 1:
             target.copy_(grad)
         else:  # scaling during the copy costs no extra read of the memory
             torch.mul(grad, self._grad_scale, out=target)
-        filling.written.add(name)
+
+    def _are_all(self, buffer: FlatParamPlan, flat_P: Tensor, grads: Mapping[str, Tensor], written: set[str]) -> bool:
+        """Whether these are all gradients of a flat buffer, which one call can write as they are."""
+        names = buffer.layout.names
+        if self._grad_scale != 1 or len(grads) < len(names) or torch.is_grad_enabled() or not written.isdisjoint(names):
+            return False
+        return all(x.layout == torch.strided and x.dtype == flat_P.dtype and x.is_contiguous() for x in grads.values())
+
+    def _padding(self, buffer: FlatParamPlan, flat_P: Tensor) -> Tensor:
+        """The zeros at the end of a flat gradient."""
+        kind = flat_P.numel() - buffer.layout.numel, flat_P.dtype
+        if kind not in self._paddings:
+            self._paddings[kind] = flat_P.new_zeros(kind[0])
+        return self._paddings[kind]
+
+    def _cut(self, flat_P: Tensor, buffer: FlatParamPlan) -> dict[str, Tensor]:
+        """The parts of a flat gradient, by parameter; zeros the padding."""
+        layout = buffer.layout
+        *parts, padding = flat_P.split_with_sizes([*layout.numels, flat_P.numel() - layout.numel])
+        padding.zero_()
+        return dict(zip(layout.names, parts))
 
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).
@@ -144,18 +183,17 @@ class Reductions:
         is added to over more micro-steps first. If that tensor lives in other memory, it is loaded first. In all other cases the
         buffer is scratch memory.
         """
-        filling, home = self._filling[unit], self._grads[buffer.key]
-        is_kept = buffer.flow.collects == "full" and buffer.key not in self._reduced
-        send_dtype = torch_dtype(buffer.flow.send_dtype)
+        filling, key = self._filling[unit], buffer.key
+        home, send_dtype = self._grads[key], torch_dtype(buffer.flow.send_dtype)
+        is_kept = buffer.flow.collects == "full" and key not in self._reduced
         is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
-        is_held = is_kept and buffer.key in self._held
+        is_held = is_kept and key in self._held
         if is_held or (is_kept and self._is_here(buffer)):
-            flat_P = self._transfer.load(stream_name("grads", buffer.key), home)
+            flat_P = self._transfer.load(stream_name("grads", key), home)
         else:
             dtype = home.dtype if is_kept else send_dtype
             flat_P = self._transfer.scratch.take(buffer.padded_numel, dtype, self._transfer.device)
-        filling.flats[buffer.key], layout = flat_P, buffer.layout
-        filling.parts.update(zip(layout.names, flat_P.split_with_sizes([*layout.numels, layout.partition.padding])))
+        filling.flats[key] = flat_P
         if is_held:
             filling.written.update(buffer.layout.names)
 
@@ -169,7 +207,8 @@ class Reductions:
         for buffer in unit.buffers:
             if buffer.trainable:
                 flat_P = filling.flats[buffer.key]
-                zero_gaps(flat_P, buffer, filling.written)
+                if not filling.written.issuperset(buffer.layout.names):
+                    self._zero_gaps(flat_P, buffer, filling.written)
                 if not buffer.flow.reduces(is_last=self._is_last):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
@@ -187,19 +226,20 @@ class Reductions:
         """Starts to reduce a gradient over all ranks; the result is all of it (P) in stage 0, else this rank's shard (S)."""
         send_dtype = torch_dtype(buffer.flow.send_dtype)
         flat_P = flat_P if flat_P.dtype == send_dtype else flat_P.to(send_dtype)
-        reduce = partial(
-            start_reduce_scatter_grads, flat_P, buffer, self._mesh, self._plan.comm_hooks,
-            states=self.hook_states.get(buffer.key, {}), is_last=self._is_last, label=Label("reduce", buffer.key, phase),
-        )  # fmt: skip
+        reduced, states = (flat_P, buffer, self._mesh, self._plan.comm_hooks), self.hook_states.get(buffer.key, {})
+        label = label_of("reduce", buffer.key, phase)
         if buffer.flow.reduces_to == "full":
-            return reduce()
+            return start_reduce_scatter_grads(*reduced, states=states, is_last=self._is_last, label=label)
         own_S, is_held = self._own(buffer), self._is_held(buffer)
         is_same = buffer.flow.send_dtype == buffer.flow.keep_dtype
         is_new = is_held or self._adds(buffer) or not is_same or not self._is_here(buffer)
         held: Any = own_S
         if is_held and not self._is_here(buffer):
             held = self._transfer.load(stream_name("grads", buffer.key), own_S)
-        return reduce(out_S=None if is_new else held, held_S=held if is_held else None)
+        return start_reduce_scatter_grads(
+            *reduced, states=states, is_last=self._is_last, label=label,
+            out_S=None if is_new else held, held_S=held if is_held else None,
+        )  # fmt: skip
 
     def end_oldest(self) -> None:
         """Waits for the oldest reduction, and writes its result to the memory where the gradient lives."""
@@ -229,6 +269,12 @@ class Reductions:
         is_kept = buffer.flow.sums_late and buffer.flow.adds(is_first=self._is_first)
         return is_kept and self._is_last and buffer.key not in self._reduced
 
+    def _zero_gaps(self, flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
+        """Zeros the padding, and the gradients of parameters that were not written."""
+        for name, part in self._cut(flat_P, buffer).items():
+            if name not in written:
+                part.zero_()
+
     def _is_here(self, buffer: FlatParamPlan) -> bool:
         """Whether the gradient lives on the device."""
         home = self._grads[buffer.key]
@@ -241,14 +287,3 @@ class Reductions:
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self._grads[key]:
             self._transfer.scratch.give(flat)
-
-
-def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
-    """Zeros the padding and the gradients of parameters that were not written."""
-    layout = buffer.layout
-    for name in layout.names if not written.issuperset(layout.names) else ():
-        if name not in written:
-            start, stop = layout.bounds(name)
-            flat_P[start:stop].zero_()
-    if layout.partition.padding:
-        flat_P[layout.numel :].zero_()

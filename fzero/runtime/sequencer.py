@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fzero.common.profiler_ranges import profiler_range
+from fzero.common.profiler_ranges import is_recording, profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
@@ -40,7 +40,7 @@ class Sequencer:
         gathers, reductions: execute the events.
 
     Attributes:
-        phase: of the collectives that are executed now.
+        phase: of the collectives that are executed now: whether the model runs forward, or backward.
     """
 
     def __init__(self, plan: Plan, mesh: RankMesh, learned: Learned, gathers: Gathers, reductions: Reductions) -> None:
@@ -54,11 +54,6 @@ class Sequencer:
         self.phase: Phase = "forward"
         self._run: Run = ()
 
-    @property
-    def in_forward(self) -> bool:
-        """Whether the model runs forward now, or backward."""
-        return self._replay.in_forward
-
     def ask(self, *request: Any) -> None:
         """Executes the events that answer a request: the name of a method of `UnitScheduler`, and its arguments.
 
@@ -70,7 +65,11 @@ class Sequencer:
     def execute(self, events: Iterable[Event]) -> None:
         """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
         for event in events:
-            EXECUTORS[event.kind](self, event.unit)
+            if is_recording() and event.kind in _RANGES:
+                with profiler_range(self._range_of(event), event.unit):
+                    EXECUTORS[event.kind](self, event.unit)
+            else:
+                EXECUTORS[event.kind](self, event.unit)
 
     @contextmanager
     def running(self, run: Run) -> Iterator[None]:
@@ -87,15 +86,10 @@ class Sequencer:
     def _turn(self, _: str) -> None:
         self.phase = "backward"
 
-    def _gather(self, name: str) -> None:
-        with profiler_range("gather", name):
-            self._gathers.start(self._units[name], self.phase)
-
-    def _reduce(self, name: str) -> None:
-        unit = self._units[name]
-        verb = "all_reduce" if unit.buffers[0].flow.reduces_to == "full" else "reduce_scatter"
-        with profiler_range(verb, name):
-            self._reductions.start(unit, self.phase)
+    def _range_of(self, event: Event) -> str:
+        """The name of an event in traces."""
+        is_full = self._units[event.unit].buffers[0].flow.reduces_to == "full"
+        return "gather" if event.kind == "gather" else "all_reduce" if is_full else "reduce_scatter"
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
@@ -147,17 +141,19 @@ class Sequencer:
 
 
 EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
-    "gather": Sequencer._gather,
+    "gather": lambda work, unit: work._gathers.start(work._units[unit], work.phase),
     "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(work._units[unit]),
     "wait_gather": lambda work, unit: work._gathers.wait(work._units[unit]),
     "release": lambda work, unit: work._gathers.release(unit),
     "drop_gather": lambda work, unit: work._gathers.drop(unit),
     "boundary": Sequencer._turn,
     "collect": lambda work, key: work._reductions.collect(*work._flats[key]),
-    "keep": Sequencer._reduce,
-    "reduce": Sequencer._reduce,
+    "keep": lambda work, unit: work._reductions.start(work._units[unit], work.phase),
+    "reduce": lambda work, unit: work._reductions.start(work._units[unit], work.phase),
     "end_reduce": lambda work, _: work._reductions.end_oldest(),
     "negotiate": lambda work, _: work._negotiate(),
     "depart": lambda work, _: work._depart(),
 }
 """The function that executes each kind of event on tensors."""
+_RANGES = ("gather", "keep", "reduce")
+"""The kinds of events that are ranges of a trace."""

@@ -60,9 +60,10 @@ class StateForm:
                 f"state: must be one of this step's, got one {'without' if differing in self.names else 'with'} {differing}; "
                 f"{fix}"
             )
-        for index, (leaf, (shape, dtype)) in enumerate(zip(leaves, self.shapes, strict=True)):
+        if [(leaf.shape, leaf.dtype) for leaf in leaves] == self.shapes:
+            return
+        for name, leaf, (shape, dtype) in zip(self.names, leaves, self.shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
-                name = self.names[index]
                 check_not_donated(state)
                 raise ValueError(
                     f"{name}: must be {dtype} of shape {shape} in this step ({self.job}), got {leaf.dtype} of shape "

@@ -9,7 +9,7 @@ the numbers in tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -22,7 +22,7 @@ import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label
+from fzero.comms.records import Label, label_of
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
@@ -162,18 +162,18 @@ class Updater:
         here: list[Update] = []
         away: list[Update] = []
         for buffer in self.plan.flat_buffers:
-            if not buffer.trainable or buffer.key in still:
+            key = buffer.key
+            if not buffer.trainable or key in still:
                 continue
-            param, grad = state.params[buffer.key], state.grads[buffer.key]
+            param, grad, is_away = state.params[key], state.grads[key], self.offload.is_away(buffer)
             grad = updated_part(grad, buffer, mesh.shard)
-            param = param if self.offload.joins(buffer) else updated_part(param, buffer, mesh.shard)
-            master = state.master.get(buffer.key, param)
-            numbers = numbers_on(self.offload.runs_on(buffer))
-            at = self._transforms_of(buffer, hyper, *numbers, param if buffer.has_master else None)
-            label = Label("all_gather_params", buffer.key, "update")
-            join = partial(start_join, buffer=buffer, mesh=mesh, label=label)
-            update = Update(buffer, grad, master, state.optimizer[buffer.key], at, param, join)
-            (away if self.offload.is_away(buffer) else here).append(update)
+            param = param if is_away and self.offload.joins(buffer) else updated_part(param, buffer, mesh.shard)
+            numbers = numbers_on(self.offload.runs_on(buffer) if is_away else self.offload.device)
+            out = param if buffer.has_master else None
+            at = partial(self._transform_at, buffer, hyper, *numbers, out)
+            join = partial(start_join, buffer=buffer, mesh=mesh, label=label_of("all_gather_params", key, "update"))
+            update = Update(buffer, grad, state.master.get(key, param), state.optimizer[key], at, param, join)
+            (away if is_away else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
         for alike in self._alike(here):
             transform = alike[0].transform_at(0, alike[0].grad.numel())
@@ -193,10 +193,8 @@ class Updater:
         """Adjacent buffers that one call may update, up to `MOST_TOGETHER` elements: elementwise, with equal transforms, and
         without a master."""
 
-        def kind_of(update: Update) -> object:
-            buffer = update.buffer
-            is_plain = self.optimizers[buffer.group].is_elementwise(buffer.rule) and not buffer.has_master
-            return (buffer.group, buffer.rule, buffer.dtypes) if is_plain and self.places is None else buffer.key
+        def kind_of(update: Update) -> Hashable:
+            return update.buffer.key if update.buffer.has_master else self.kind_of(update.buffer)
 
         for _, neighbours in groupby(updates, kind_of):
             alike, numel = list[Update](), 0
@@ -208,21 +206,23 @@ class Updater:
                 numel += update.grad.numel()
             yield alike
 
-    def _transforms_of(
-        self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any
-    ) -> Callable[..., Transform]:
-        """A function that makes the transform of elements [start, stop) of this rank's part of a flat buffer.
+    def kind_of(self, buffer: FlatParamPlan) -> Hashable:
+        """Flat buffers of one kind have equal transforms. One that is not elementwise, or rounds at random, has its own kind."""
+        is_plain = self.places is None and self.optimizers[buffer.group].is_elementwise(buffer.rule)
+        return (buffer.group, buffer.rule, buffer.dtypes) if is_plain else buffer.key
 
-        Its third argument: where the new parameters are written, default `out[start:stop]`.
+    def _transform_at(
+        self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any,
+        start: int, stop: int, part: Tensor | None = None,
+    ) -> Transform:  # fmt: skip
+        """The transform of elements [start, stop) of this rank's part of a flat buffer.
+
+        It also writes the new parameters into `part`, default `out[start:stop]`.
         """
         own = self.shard * buffer.shard_numel if buffer.flow.updates == "shard" else 0
-
-        def at(start: int, stop: int, part: Tensor | None = None) -> Transform:
-            if part is None and isinstance(out, Tensor):
-                part = out[start:stop]
-            return self.transform_of(buffer, hyper, start=own + start, skip=skip, factor=factor, out=part)
-
-        return at
+        if part is None and isinstance(out, Tensor):
+            part = out[start:stop]
+        return self.transform_of(buffer, hyper, start=own + start, skip=skip, factor=factor, out=part)
 
     def transform_of(
         self,
