@@ -8,15 +8,12 @@ its result is a `partition_method`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
-
 from fzero.config.files import changed
-from fzero.estimation.activation_trace import Traced, tensors_in, trace_activations
+from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
 from fzero.pipeline.layers import TiedLayerSpec
@@ -61,7 +58,6 @@ def layer_costs(
     planned: Plan,
     trace: Traced,
     machine: MachineModel,
-    sizes: Mapping[str, tuple[int, int]],
     layer_of: Callable[[str], str] | None = None,
 ) -> PlannedLayers:
     """The layers of a traced model, with their costs.
@@ -70,11 +66,9 @@ def layer_costs(
         planned: of the ranks that share a stage.
         trace: of one micro-batch.
         machine: the rates.
-        sizes: bytes of the tensors that a module takes and returns, by its name.
         layer_of: the layer of a parameter; by default its unit.
     """
-    homes = {name: unit.name for unit in planned.units for buffer in unit.buffers for name in buffer.layout.names}
-    layers = _visits(trace, machine, layer_of or homes.__getitem__)
+    layers = _visits(trace, machine, layer_of or (lambda name: planned.homes[name][0].name))
     state, numels, sent = _of_params(planned)
     costs = [
         LayerCost(
@@ -82,7 +76,7 @@ def layer_costs(
             layer.backward,
             round(sum(state[name] for name in layer.params)),
             layer.stored,
-            _output(layers, index, sizes),
+            _output(layers, index, trace.sizes),
             working_nbytes=layer.working,
         )
         for index, layer in enumerate(layers)
@@ -100,9 +94,8 @@ def _visits(trace: Traced, machine: MachineModel, layer_of: Callable[[str], str]
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
     seconds_before = 0.0  # of what runs before the first layer
-    for event in trace.events:
+    for event, seconds in zip(trace.events, trace.seconds(machine), strict=True):
         in_forward = in_forward and event.kind != "boundary"
-        seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
         if in_forward:
             if event.kind == "fetch":
                 if not layers or layers[-1].unit != layer_of(event.name):
@@ -150,28 +143,6 @@ def _output(layers: Sequence[_Layer], index: int, sizes: Mapping[str, tuple[int,
     return sizes[following][0] if following in sizes else 0
 
 
-@contextmanager
-def sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Inside, each module that runs is entered with the bytes of the floating tensors that it takes and returns first."""
-    sizes = dict[str, tuple[int, int]]()
-
-    def nbytes(tree: Any) -> int:
-        return sum(x.nbytes for x in tensors_in(tree) if x.is_floating_point())
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            sizes.setdefault(name, (nbytes(args), nbytes(out)))
-
-        return hook
-
-    handles = [module.register_forward_hook(enter(name)) for name, module in model.named_modules() if name]
-    try:
-        yield sizes
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def estimate_layers(
     model: PipelineModule,
     cfg: Any = None,
@@ -201,13 +172,12 @@ def estimate_layers(
         raise ValueError("estimate_layers: the module must have a loss_fn, got None; pass loss_fn to PipelineModule")
     keys = changed(keys_of(cfg), {"zero_optimization": {"stage": 1}})
     whole = model.build(0, model.num_layers, device="meta")
-    with sizes_of_modules(whole) as sizes:
-        trace = trace_activations(
-            whole, quietly(keys), batch, loss_fn=lambda run, both: loss_fn(run(both[0]), both[1]), device=device
-        )
+    trace = trace_activations(
+        whole, quietly(keys), batch, loss_fn=lambda run, both: loss_fn(run(both[0]), both[1]), device=device
+    )
     planned = plan(whole, quietly(keys), world_size=data)
-    found = layer_costs(planned, trace, machine or MachineModel(), sizes, layer_of=_layer_of)
-    return _by_index(model, found, sizes)
+    found = layer_costs(planned, trace, machine or MachineModel(), layer_of=_layer_of)
+    return _by_index(model, found)
 
 
 def _layer_of(name: str) -> str:
@@ -216,9 +186,7 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
 
-def _by_index(
-    model: PipelineModule, found: PlannedLayers, sizes: Mapping[str, tuple[int, int]]
-) -> tuple[LayerCost, ...]:
+def _by_index(model: PipelineModule, found: PlannedLayers) -> tuple[LayerCost, ...]:
     """The costs of all layers, of which those without parameters have none."""
     names = [
         f"tied_modules.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)

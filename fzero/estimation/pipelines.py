@@ -26,10 +26,10 @@ from torch import nn
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
-from fzero.estimation.activation_trace import trace_activations
+from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
-from fzero.estimation.pipeline_layers import PlannedLayers, layer_costs, sizes_of_modules
+from fzero.estimation.pipeline_layers import PlannedLayers, layer_costs
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
@@ -203,24 +203,18 @@ def plan_pipeline(
         OrderError: the order is wrong.
         ValueError: nothing fits; the model does not run on that batch.
     """
-    planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
+    activations = Activations(model, quietly(keys_of(cfg)), batch, loss_fn, device)
+    planner = PipelinePlanner(model, cfg, activations, machine=machine)
     return planner.planned(
         stages, world_size, micro_batches=micro_batches, order=order, bounds=bounds, device_nbytes=device_nbytes
     )
 
 
 class PipelinePlanner:
-    """Plans pipelines of one model, which is traced once. Arguments as for `plan_pipeline`."""
+    """Plans pipelines of one model, with the traces `activations`. Other arguments as for `plan_pipeline`."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        cfg: Any,
-        batch: Any,
-        *,
-        machine: MachineModel | None = None,
-        loss_fn: LossFn | None = None,
-        device: Device = "cuda",
+        self, model: nn.Module, cfg: Any, activations: Activations, *, machine: MachineModel | None = None
     ) -> None:
         keys = keys_of(cfg)
         if "stage" not in (keys.get("zero_optimization") or {}):
@@ -232,13 +226,14 @@ class PipelinePlanner:
                 f"zero_optimization.stage: must be 0 or 1 with a pipeline, got {stage}, which would communicate in every "
                 "micro-batch; set stage to 1"
             )
-        with sizes_of_modules(model) as self.sizes:
-            self.trace = trace_activations(model, self.cfg, batch, loss_fn=loss_fn, device=device)
+        checkpointing = self.cfg.activation_checkpointing
+        checkpoints, on_host = checkpointing.every is not None, checkpointing.cpu_checkpointing
+        self.trace = activations.of(checkpoints=checkpoints, on_host=on_host)
 
     def layers(self, data: int) -> PlannedLayers:
         """The layers on one of `data` ranks that share a stage."""
         planned = plan(self.model, self._config_of_one, world_size=data)
-        return layer_costs(planned, self.trace, self.machine, self.sizes)
+        return layer_costs(planned, self.trace, self.machine)
 
     @property
     def _config_of_one(self) -> Config:
@@ -300,13 +295,11 @@ def _held(order: PipeOrder, chunk: int) -> int:
 def best_pipelines(
     model: nn.Module,
     cfg: Any,
-    batch: Any,
+    activations: Activations,
     *,
     world_size: int,
     device_nbytes: float,
     machine: MachineModel | None = None,
-    loss_fn: LossFn | None = None,
-    device: Device = "cuda",
     order: Order | str = "1f1b",
 ) -> tuple[PipelinePlan, ...]:
     """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
@@ -320,7 +313,7 @@ def best_pipelines(
         tries.append(changed(keys, {"activation_checkpointing": {"every": 1}}))
     found = list[PipelinePlan]()
     for given in tries:
-        planner = PipelinePlanner(model, given, batch, machine=machine, loss_fn=loss_fn, device=device)
+        planner = PipelinePlanner(model, given, activations, machine=machine)
         found += _fitting(planner, world_size, device_nbytes, order)
     return tuple(sorted(found, key=lambda one: one.seconds))
 

@@ -45,6 +45,20 @@ class MachineModel:
             if value is not None and value <= 0:
                 raise ValueError(f"MachineModel: {name} must be positive, got {value}; it is a rate per second")
 
+    def __str__(self) -> str:
+        """The rates in words.
+
+        >>> print(MachineModel())
+        100 Tflop/s, memory 1000 GB/s, sends 50 GB/s, to host memory 20 GB/s, files 1 GB/s, updates on the processor 50 GB/s
+        """
+        wide = f" ({self.flops_fp32 / 1e12:.3g} above 16 bits)" if self.flops_fp32 else ""
+        gb = {
+            "memory": self.memory, "sends": self.network, "to host memory": self.host, "files": self.disk,
+            "updates on the processor": self.processor,
+        }  # fmt: skip
+        rates = ", ".join(f"{what} {rate / 1e9:.4g} GB/s" for what, rate in gb.items())
+        return f"{self.flops / 1e12:.3g} Tflop/s{wide}, {rates}"
+
     def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
         """The time of an operator: the larger of its compute time and its memory time."""
         rate = (self.flops_fp32 or self.flops) if is_wide else self.flops

@@ -15,6 +15,8 @@ from torch.nn import functional
 from fzero.__main__ import main
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
+from fzero.estimation.activation_trace import Activations
+from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.models import Named, PlainGPT, named, sample_of
 from fzero.estimation.pipelines import PipelinePlanner
 from fzero.pipeline import LayerCost, LayerSpec, PipelineModule, TiedLayerSpec, interleaved, plan_order, predict
@@ -32,7 +34,7 @@ def gpt(depth: int = 8) -> PlainGPT:
 @cache
 def planner() -> PipelinePlanner:
     model = gpt()
-    return PipelinePlanner(model, None, sample_of(model, 2, 64))
+    return PipelinePlanner(model, None, Activations(model, quietly(keys_of(None)), sample_of(model, 2, 64)))
 
 
 def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
