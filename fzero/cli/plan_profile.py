@@ -159,7 +159,7 @@ def _machine(given: argparse.Namespace) -> MachineModel:
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
-        own["flops_fp32"] = None  # of all dtypes
+        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # of all dtypes and operators
     return replace(machine, **own)
 
 

@@ -44,11 +44,17 @@ from sharding.views import torch_dtype
 
 
 class Work(NamedTuple):
-    """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
+    """The cost of one operator: floating point operations, bytes read and written, whether its dtype exceeds 16 bits, and
+    whether it is fused attention."""
 
     flops: int
     nbytes: int
     is_wide: bool
+    is_attention: bool = False
+
+    def seconds(self, machine: MachineModel) -> float:
+        """Its duration."""
+        return machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, is_attention=self.is_attention)
 
 
 class TraceEvent(NamedTuple):
@@ -82,10 +88,7 @@ class Traced:
     def seconds(self, machine: MachineModel) -> tuple[float, ...]:
         """The duration of the work of each event."""
         if machine not in self._seconds:
-            self._seconds[machine] = tuple(
-                sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
-                for event in self.events
-            )
+            self._seconds[machine] = tuple(sum(work.seconds(machine) for work in event.work) for event in self.events)
         return self._seconds[machine]
 
     @property
@@ -172,7 +175,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
     is_wide = any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
-    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide)
+    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, "attention" in name)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
