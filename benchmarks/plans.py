@@ -133,11 +133,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """The keys that each variant sets. (Host memory is the device's on a CPU, so offload is to files.)"""
 
 
-def keys_of(name: str, stage: int, precision: str, variant: str) -> dict[str, Any]:
+def keys_of(name: str, stage: int, precision: str, variant: str, rows: int) -> dict[str, Any]:
     own = VARIANTS[variant]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 10_000, **own.get("zero_optimization", {})}
     is_low = precision == "bf16"
-    keys = {**own, "bf16": {"enabled": is_low, "auto_cast": is_low}, "zero_optimization": zero}
+    sizes = {"train_micro_batch_size_per_gpu": rows}
+    keys = {**own, **sizes, "bf16": {"enabled": is_low, "auto_cast": is_low}, "zero_optimization": zero}
     if name == "convnet" and is_low:
         keys["data_types"] = {
             "buffer_dtype": "bfloat16"
@@ -251,7 +252,7 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
     for name, precision, variant, stage in product(models, dtypes, variants, list(stages)):
         if variant == "files" and stage == 0:
             continue  # every rank would write all of it
-        keys = keys_of(name, stage, precision, variant)
+        keys = keys_of(name, stage, precision, variant, rows)
         found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
         of_plan["activations"] = of_plan["peak"] - of_plan["rest"]

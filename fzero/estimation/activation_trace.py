@@ -174,7 +174,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    is_wide = any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
+    is_wide = made[0].dtype.itemsize > 2  # of operators that are counted; attention also reads sums in fp32
     return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, "attention" in name)
 
 
