@@ -107,7 +107,7 @@ class LockstepRanks:
         self._origin = Origin(recipe.model)
 
         def make(rank: int) -> TrainStep:
-            own = replace(recipe, model=_twin(recipe.model), compile=None)
+            own = replace(recipe, model=_twin(recipe), compile=None)
             watch = None if observe is None else lambda sent: observe(rank, sent)
             return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
@@ -143,6 +143,7 @@ class LockstepRanks:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
+        self._origin.check()
         states, batches = self.states_of(state), self.batches_of(batch)
         return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 
@@ -256,7 +257,7 @@ class VmapRanks(LockstepRanks):
 
     def one_rank(self) -> TrainStep:
         """The step of a single rank, without processes."""
-        own = replace(self._recipe, model=_twin(self._recipe.model), compile=None)
+        own = replace(self._recipe, model=_twin(self._recipe), compile=None)
         return TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
 
     def _make(self, compile: BackendName | None) -> TrainStep:
@@ -445,9 +446,10 @@ def _functions() -> Iterator[list[str]]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
-def _twin(model: nn.Module) -> nn.Module:
-    """A copy of the modules, with the same parameters and buffers."""
-    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+def _twin(recipe: StepSpec) -> nn.Module:
+    """A copy of the modules, with the same parameters and buffers, and with what code holds of them."""
+    model, held = recipe.model, [x for each in recipe.held or () if (x := each.tensor()) is not None]
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
     try:
         return copy.deepcopy(model, shared)
     except Exception as error:

@@ -16,6 +16,9 @@ from fzero.optim.loss_scale import LossScale
 
 Leaf = TypeVar("Leaf")
 
+QUANTITIES = ("params", "grads", "master", "optimizer")
+"""The parts of a state that are kept by flat buffer."""
+
 
 class TrainState(NamedTuple, Generic[Leaf]):
     """This rank's part of the model state between two steps.

@@ -23,25 +23,21 @@ from torch import Tensor, nn
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.records import CommRecord
-from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config
 from fzero.config.optimizers import Optimizer
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
-from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
-from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
 from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.step_spec import StepSpec, bind
-from fzero.runtime.token_dropping import noted_dropping
+from fzero.runtime.step_spec import StepSpec, bind, noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
 from sharding import Mesh
@@ -49,11 +45,15 @@ from sharding import Mesh
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
+    from fzero.compression.plan import CompressionPlan
+    from fzero.estimation.pipelines import PipelinePlan
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
+    from fzero.plans.placements import GivenPlacements
+    from fzero.runtime.activation_checkpointing import Choice
 
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", bound="TrainStep")
@@ -171,10 +171,10 @@ def make_train_step(
     return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
 
 
-def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan:
+def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan | None:
     """What the configuration compresses in the model."""
-    if not cfg.compression_training.compresses:
-        return CompressionPlan()
+    if not cfg.compresses:
+        return None
     from fzero.compression.matching import compression  # a step without compression does not load it
 
     return compression(cfg, model, seed=seed)
@@ -457,17 +457,19 @@ class TrainStep:
 
         return trace(self, batch)
 
-    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline:
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline | PipelinePlan:
         """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
         eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
-        order. Without a batch it is the schedule of the largest graph that ran. `print` it for a table, `draw()` for a picture.
+        order. Without a batch it is the schedule of the largest graph that ran. Of a pipeline it is that of the stages.
 
-        Times come from a simple model of a machine; they are not measured.
+        `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        from fzero.graph.explain import explain
-
+        if self.recipe.pipeline is None:
+            from fzero.graph.explain import explain
+        else:
+            from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
         return explain(self, batch, machine=machine)
 
 

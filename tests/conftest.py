@@ -53,7 +53,7 @@ BUDGETS = {
     "integrations": 200,
     "launch": 200,
     "laws": 1500,
-    "pipeline": 120,
+    "pipeline": 300,
     "plans": 60,
     "profiling": 120,
     "resharding": 120,

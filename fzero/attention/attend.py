@@ -75,6 +75,8 @@ def sparse_attention(
     run = _KERNELS.get(backend)
     if run is None:
         raise ValueError(f"sparse_attention: backend must be one of {', '.join(get_args(Backend))}, got {backend!r}")
+    if not query.numel():  # an empty batch
+        return query + key + value
     with torch.autocast(device, enabled=False) if in_autocast else nullcontext():
         return run(query, key, value, layout, block, causal, given, query.shape[-1] ** -0.5 if scale is None else scale)
 

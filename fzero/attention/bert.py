@@ -132,6 +132,11 @@ def extend_position_embedding(model: nn.Module, max_position: int) -> nn.Module:
     base, first = _base_of(model, "extend_position_embedding")
     table = base.embeddings.position_embeddings
     old = table.weight.detach()
+    if not old.numel():
+        raise ValueError(
+            "extend_position_embedding: model must have its values, and is divided over the ranks (zero.Init); call it inside "
+            "`with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0)`"
+        )
     if max_position <= len(old) - first:
         raise ValueError(
             f"extend_position_embedding: max_position must be above the model's {len(old) - first} positions, got {max_position}"

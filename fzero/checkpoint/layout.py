@@ -31,8 +31,8 @@ from fzero.resharding.tensors import (
     of_plan,
     quantity_for,
 )
-from fzero.storage.file_tensor import FilePart, part_of
-from fzero.storage.shard_io import Leaf
+from fzero.storage.file_tensor import FilePart, Leaf
+from fzero.storage.shard_transfer import part_of
 from sharding import TensorSpec, boxes
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype

@@ -110,6 +110,7 @@ def keep_watch() -> None:
 
     end_watch()
     HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before
+    HERE.places = {}
     own: Any = dist.distributed_c10d._get_default_store()
     # A second connection: a thread that waits for a key blocks all other calls on its connection.
     store = dist.distributed_c10d.PrefixStore(f"fzero-watch-{group.group_name}", own.clone())

@@ -30,6 +30,16 @@ class Progress:
     """Seconds that the host has waited for collectives since the process began, by their purpose."""
     call: str | None = None
     """The meeting in which this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
+    places: dict[int, str] = field(default_factory=dict)
+    """The place of each rank of the job in words, where a step has named it ("pipeline stage 1")."""
+
+    def name_of(self, rank: int) -> str:
+        """A rank, with its place.
+
+        >>> Progress(places={3: "pipeline stage 1"}).name_of(3), Progress().name_of(3)
+        ('rank 3 of pipeline stage 1', 'rank 3')
+        """
+        return f"rank {rank} of {self.places[rank]}" if rank in self.places else f"rank {rank}"
 
     def next_step(self) -> None:
         self.num_steps, self.number = self.num_steps + 1, 0

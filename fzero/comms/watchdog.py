@@ -76,7 +76,7 @@ class Answer:
 
     @property
     def who(self) -> str:
-        return f"rank {self.rank} ({self.host}, pid {self.pid})"
+        return f"{HERE.name_of(self.rank)} ({self.host}, pid {self.pid})"
 
 
 def where(label: Label | str | None, place: tuple[int, int]) -> str:
@@ -116,7 +116,7 @@ def summary(answers: Sequence[Answer], world_size: int) -> list[str]:
     late = gone or [answer for answer in answers if not answer.waits] or behind
     lines = [f"{answer.who} has not come: {answer.doing}" for answer in late]
     ended = "does not answer: its process has ended or is stopped, or its host cannot be reached"
-    lines += [f"rank {rank} has not come and {ended}" for rank in sorted(silent) if not gone]
+    lines += [f"{HERE.name_of(rank)} has not come and {ended}" for rank in sorted(silent) if not gone]
     if not lines:
         lines = ["all ranks have come to the same place, so look at the network between them"]
     others: defaultdict[str, list[int]] = defaultdict(list)
@@ -243,9 +243,9 @@ class Watchdog:
         if not rank_0_keeps_store():
             agent = f"the agent on {os.environ.get('MASTER_ADDR')}"
             return [f"the job's store, which {agent} keeps, cannot be reached: {ended}"]
-        who, fate = "rank 0", ""
+        who, fate = HERE.name_of(0), ""
         if keeper := self._keeper:
-            who = f"rank 0 ({keeper['host']}, pid {keeper['pid']})"
+            who = f"{who} ({keeper['host']}, pid {keeper['pid']})"
             deadline = time.monotonic() + MORE
             while not (fate := fate_of(keeper)) and time.monotonic() < deadline:
                 time.sleep(0.1)

@@ -102,6 +102,8 @@ def quantize(
         bounds: the least and the most bits, where `bits` is a tensor.
         noise: is added before rounding (N).
     """
+    if not x.numel():
+        return x
     wide_GK = x.to(torch.promote_types(x.dtype, torch.float32)).reshape(num_groups, -1)
     least, most = bounds if bounds is not None and isinstance(bits, Tensor) else (int(bits), int(bits))
     noise_GK = None if noise is None else noise.reshape(num_groups, -1)

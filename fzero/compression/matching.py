@@ -37,7 +37,7 @@ def compression(cfg: Config | Mapping[str, Any] | str, model: nn.Module, *, seed
         ConfigError: an expression matches no module that the technique takes, a module is in two groups of a technique, only one
             user of a tied weight is named, or sizes do not fit.
     """
-    block = Config.load(cfg).compression_training
+    block = Config.load(cfg).compression_training or CompressionTraining()
     search = _Search(model, seed)
     search.quantize_weights(block)
     for kind, scores, taken in _PRUNING:

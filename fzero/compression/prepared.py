@@ -30,8 +30,8 @@ def prepare(
         ConfigError: as `compression` raises, or the model has another plan, or the teacher is missing.
     """
     cfg = Config.load(cfg)
-    reduction = cfg.compression_training.layer_reduction
-    if reduction.enabled:
+    reduction = cfg.compression_training and cfg.compression_training.layer_reduction
+    if reduction and reduction.enabled:
         if teacher is None:
             raise ConfigError(
                 "compression_training.layer_reduction: needs the teacher, got teacher_model=None; pass it, or disable the block"

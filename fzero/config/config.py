@@ -15,16 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
-from fzero.config.compression import CompressionTraining
-from fzero.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop, data_warnings
 from fzero.config.elasticity import Elasticity
-from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, message_of
+from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, later, message_of
 from fzero.config.files import ConfigError as ConfigError, read
 from fzero.config.offload import AIO
 from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
-from fzero.config.schedulers import SCHEDULERS, AnyScheduler, TorchScheduler
-from fzero.config.sparse_attention import SparseAttention
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.precision import Precision
@@ -32,7 +28,18 @@ from fzero.optim.precision import Precision
 if TYPE_CHECKING:
     from torch import nn
 
+    from fzero.config.compression import CompressionTraining
+    from fzero.config.data_efficiency import CurriculumLearning, DataEfficiency, ProgressiveLayerDrop
+    from fzero.config.schedulers import AnyScheduler
+    from fzero.config.sparse_attention import SparseAttention
     from fzero.config.unused_keys import Note
+else:
+    AnyScheduler = later("schedulers", "AnyScheduler")
+    CompressionTraining = later("compression", "CompressionTraining")
+    CurriculumLearning = later("data_efficiency", "CurriculumLearning")
+    DataEfficiency = later("data_efficiency", "DataEfficiency")
+    ProgressiveLayerDrop = later("data_efficiency", "ProgressiveLayerDrop")
+    SparseAttention = later("sparse_attention", "SparseAttention")
 
 
 class ConfigWarning(UserWarning):
@@ -92,14 +99,14 @@ class Config(Block):
     """The batch as a function of the number of ranks."""
     sparse_attention: SparseAttention | None = None
     """The layout of block-sparse attention, for the model's code to ask for; None is none."""
-    compression_training: CompressionTraining = CompressionTraining()
-    """Quantization, pruning and layer reduction."""
+    compression_training: CompressionTraining | None = None
+    """Quantization, pruning and layer reduction; None is none."""
     curriculum_learning: CurriculumLearning | None = None
     """Sequences that grow longer; None is none."""
-    data_efficiency: DataEfficiency = DataEfficiency()
-    """Samples by difficulty, batches by tokens, random layer-token dropping."""
-    progressive_layer_drop: ProgressiveLayerDrop = ProgressiveLayerDrop()
-    """Layers that are left out at random."""
+    data_efficiency: DataEfficiency | None = None
+    """Samples by difficulty, batches by tokens, random layer-token dropping; None is none of them."""
+    progressive_layer_drop: ProgressiveLayerDrop | None = None
+    """Layers that are left out at random; None leaves out none."""
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
@@ -188,6 +195,26 @@ class Config(Block):
         return Precision(**chosen)
 
     @property
+    def compresses(self) -> bool:
+        """Whether a technique of `compression_training` is on."""
+        return self.compression_training is not None and self.compression_training.compresses
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether random layer-token dropping is on."""
+        return self.data_efficiency is not None and self.data_efficiency.drops_tokens
+
+    @property
+    def samples(self) -> bool:
+        """Whether the engine's loader draws samples by the block `data_efficiency`."""
+        return self.data_efficiency is not None and self.data_efficiency.samples
+
+    @property
+    def drops_layers(self) -> bool:
+        """Whether progressive layer drop is on."""
+        return self.progressive_layer_drop is not None and self.progressive_layer_drop.enabled
+
+    @property
     def casts_batch_to(self) -> str | None:
         """The dtype to which the floating tensors of a batch are cast (`auto_cast`); None casts none."""
         if self.fp16.enabled and self.fp16.auto_cast:
@@ -226,8 +253,11 @@ class Config(Block):
     def warn_of_no_effect(self, model: nn.Module) -> None:
         """Warns (`ConfigWarning`) of `conflicts` about quantized communication, of sparse attention that a model has not, and of
         blocks of data efficiency inside disabled ones."""
-        for text in data_warnings(self.data_efficiency, self.curriculum_learning):
-            warnings.warn(text, ConfigWarning, stacklevel=3)
+        if self.data_efficiency is not None or self.curriculum_learning is not None:
+            from fzero.config.data_efficiency import data_warnings  # loaded by now
+
+            for text in data_warnings(self.data_efficiency, self.curriculum_learning):
+                warnings.warn(text, ConfigWarning, stacklevel=3)
         for note in self.conflicts:
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"
@@ -320,6 +350,8 @@ def _explain(detail: ErrorDetails) -> str:
     location: list[str] = []
     for index, part in enumerate(map(str, detail["loc"])):
         if index == 1 and location[0] in ("optimizer", "scheduler"):  # the member of the union, not a key
+            from fzero.config.schedulers import SCHEDULERS, TorchScheduler
+
             block = {**OPTIMIZERS, **TORCH_OPTIMIZERS, **SCHEDULERS}.get(part, TorchScheduler)
             continue
         location.append(part)

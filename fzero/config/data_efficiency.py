@@ -362,8 +362,9 @@ class ProgressiveLayerDrop(Block):
     """How fast θ falls."""
 
 
-def data_warnings(efficiency: DataEfficiency, curriculum: CurriculumLearning | None) -> list[str]:
+def data_warnings(efficiency: DataEfficiency | None, curriculum: CurriculumLearning | None) -> list[str]:
     """Lines for keys without effect, and for difficulties that do not begin where they say."""
+    efficiency = efficiency or DataEfficiency()
     lines = efficiency.ineffective()
     if curriculum is not None and curriculum.enabled:
         lines += [f"curriculum_learning.{line}" for line in curriculum.warnings()]
@@ -371,4 +372,15 @@ def data_warnings(efficiency: DataEfficiency, curriculum: CurriculumLearning | N
         where = "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics"
         metrics: Mapping[str, Any] = efficiency.data_sampling.curriculum_learning.curriculum_metrics
         lines += [f"{where}.{name}.{line}" for name, metric in metrics.items() for line in metric.warnings()]
+    block = efficiency.data_routing.random_ltd.random_ltd_schedule
+    if (
+        efficiency.drops_tokens
+        and block is not None
+        and (rest := block.min_value % (schedule := block.schedule()).multiple)
+    ):
+        lines.append(
+            f"data_efficiency.data_routing.random_ltd.random_ltd_schedule.min_value: is {block.min_value}, no multiple of "
+            f"seq_per_step {schedule.multiple}, so that {block.min_value - rest} tokens are kept at first, as in DeepSpeed; give "
+            f"a multiple"
+        )
     return lines

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 
@@ -61,13 +73,40 @@ class Block(BaseModel):
         return {key: value for key, value in data.items() if value != "auto" or key not in known}
 
 
+@dataclass(frozen=True, slots=True)
+class Later:
+    """A block that few configurations have: its module, in this room, is loaded when one does."""
+
+    module: str
+    name: str
+
+    def load(self) -> Any:
+        """The block, or the union of blocks."""
+        return getattr(importlib.import_module(f"fzero.config.{self.module}"), self.name)
+
+    def read(self, value: object) -> Any:
+        """The value as that block; raises as pydantic does."""
+        return TypeAdapter(self.load()).validate_python(value)
+
+
+def later(module: str, name: str) -> Any:
+    """The type of a field that holds a block of another module.
+
+    >>> later("zero", "LoCo").__metadata__[0].read({"err_beta": 0.5}).err_beta
+    0.5
+    """
+    block = Later(module, name)
+    return Annotated[Any, block, PlainValidator(block.read)]
+
+
 def block_of(annotation: Any) -> type[Block] | None:
     """The block that a field holds, always or when it is not null; None for any other field.
 
-    >>> block_of(Block | None).__name__, block_of(int)
-    ('Block', None)
+    >>> block_of(Block | None).__name__, block_of(int), block_of(later("zero", "LoCo") | None).__name__
+    ('Block', None, 'LoCo')
     """
-    kinds = (annotation, *get_args(annotation))
+    kinds = [annotation, *get_args(annotation)]
+    kinds += [mark.load() for kind in kinds for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Later)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None)
 
 

@@ -82,12 +82,14 @@ def analyze(
         batch_size, workers, collate_fn, progress: see `measure`.
 
     Raises:
-        ValueError: a function gives another number of values, or values that are not whole.
+        ValueError: the dataset is empty, or a function gives another number of values, or values that are not whole.
 
     >>> analyze([[1, 2], [3], []], {"length": lambda batch: [len(x) for x in batch]}, collate_fn=list)["length"].order.tolist()
     [2, 1, 0]
     """
     num = len(dataset)  # type: ignore[arg-type]
+    if not num:
+        raise ValueError("analyze: the dataset must have samples, and is empty; pass another")
     found: dict[str, list[Array]] = {name: [] for name in functions}
     how: dict[str, Any] = {"batch_size": batch_size, "workers": workers, "collate_fn": collate_fn, "progress": progress}
     for size, values in measure(dataset, list(functions.values()), indices=range(num), **how):

@@ -28,6 +28,9 @@ class CurriculumLoader:
             `sampler_state["current_difficulties"]` holds the difficulty of each metric.
         collate_fn, num_workers, pin_memory: as for `torch.utils.data.DataLoader`.
 
+    Raises:
+        ValueError: a number is out of range, the sampler is of another dataset, or there is not one whole batch.
+
     Attributes:
         sampler: may be replaced between two batches.
         num_given: the number of micro-batches that have been yielded.
@@ -52,6 +55,27 @@ class CurriculumLoader:
         self.batch_size, self.num_micro, self.rank, self.world_size = batch_size, num_micro, rank, world_size
         self.num_epochs, self.num_given = num_epochs, 0
         self._how = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
+        self._check()
+
+    def _check(self) -> None:
+        for name in ("batch_size", "num_micro", "num_epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"CurriculumLoader: {name} must be at least 1, got {getattr(self, name)}; raise it")
+        if self.rank not in range(self.world_size):
+            raise ValueError(
+                f"CurriculumLoader: rank must be of 0 … {self.world_size - 1}, got {self.rank}; pass this process's rank among "
+                f"the world_size ranks that share a batch"
+            )
+        if (num := len(self.dataset)) != self.sampler.num_samples:  # type: ignore[arg-type]
+            raise ValueError(
+                f"CurriculumLoader: sampler must be of the dataset's {num} samples, got one of {self.sampler.num_samples}; make "
+                f"it with len(dataset)"
+            )
+        if not len(self):
+            raise ValueError(
+                f"CurriculumLoader: the dataset must fill a batch of {self.global_batch_size} samples on all ranks, and has "
+                f"{num} in {self.num_epochs} epochs; give more samples, or a smaller batch"
+            )
 
     @property
     def data_sampler(self) -> CurriculumSampler:

@@ -91,8 +91,12 @@ class CurriculumSampler:
         """The samples of a batch of all ranks (size,), int64.
 
         Raises:
-            ValueError: no sample is admitted.
+            ValueError: no sample is admitted, or a number is out of range.
         """
+        if batch < 0 or size < 1:
+            raise ValueError(
+                f"CurriculumSampler: batch must be at least 0 and size at least 1, got {batch} and {size}; count from 0"
+            )
         start, samples, num = self._level(batch)
         places = np.arange(size, dtype=np.int64) + (batch - start) * size
         found = np.empty(size, np.int64)
@@ -116,9 +120,9 @@ class CurriculumSampler:
     def _start(self, batch: int) -> int:
         """The first batch of the level."""
         now = self.difficulties(batch)
-        if all(isinstance(admission.schedule, Root | Discrete) for admission in self.admissions.values()):
+        if all(_never_falls(admission.schedule) for admission in self.admissions.values()):
             low, high = 0, batch
-            while low < high:  # these schedules never fall
+            while low < high:
                 middle = (low + high) // 2
                 low, high = (low, middle) if self.difficulties(middle) == now else (middle + 1, high)
             return low
@@ -148,3 +152,9 @@ class CurriculumSampler:
                 f"CurriculumSampler: a difficulty must admit samples, and none is admitted by {shown}; raise min_difficulty"
             )
         return lambda places: order[places], num
+
+
+def _never_falls(schedule: Schedule) -> bool:
+    return isinstance(schedule, Root) or (
+        isinstance(schedule, Discrete) and list(schedule.levels) == sorted(schedule.levels)
+    )

@@ -97,6 +97,14 @@ class RandomLTD:
     order: Literal["batch_seq", "seq_batch"] = "batch_seq"
     seed: int = 1234
 
+    def __post_init__(self) -> None:
+        if self.order not in ("batch_seq", "seq_batch"):
+            raise ValueError(
+                f"random_ltd: order must be 'batch_seq' or 'seq_batch', got {self.order!r}; pass one of these"
+            )
+        if len({*self.layers}) != len(self.layers):
+            raise ValueError(f"random_ltd: layers must name each layer once, got {list(self.layers)}; remove one")
+
     def wrap(self, model: nn.Module, kind: type[nn.Module]) -> nn.Module:
         """Notes in a model that its layers of a class drop tokens in steps that are made from here on; returns the model.
 

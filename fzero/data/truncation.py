@@ -24,17 +24,28 @@ def truncated(batch: Any, seqlen: int, *, dims: Mapping[str, int | tuple[int, ..
             dimension 1 of every tensor in which that is as long as the longest one of the batch.
 
     Raises:
-        ValueError: `seqlen` is not positive, or a key of `dims` is not in the batch.
+        ValueError: `seqlen` is not positive, or `dims` has a key or a dimension that the batch does not have.
     """
     if seqlen < 1:
         raise ValueError(f"truncated: seqlen must be at least 1, got {seqlen}; raise min_difficulty")
     if dims is not None:
-        missing = sorted({*dims} - {*batch})
+        known = [*batch] if isinstance(batch, Mapping) else []
+        missing = [key for key in dims if key not in known]
         if missing:
+            of_batch = ", ".join(map(str, known)) or f"a {type(batch).__name__}, which has none"
             raise ValueError(
-                f"truncated: dims must name keys of the batch ({', '.join(map(str, batch))}), got {missing[0]!r}"
+                f"truncated: dims must name keys of the batch ({of_batch}), got {missing[0]!r}; correct the key, or leave dims "
+                f"out to cut dimension 1"
             )
-        cut = {key: _cut(batch[key], seqlen, (own,) if isinstance(own, int) else own) for key, own in dims.items()}
+        ways = {key: (own,) if isinstance(own, int) else own for key, own in dims.items()}
+        for key, own in ways.items():
+            value = batch[key]
+            if not isinstance(value, Tensor) or not all(-value.dim() <= dim < value.dim() for dim in own):
+                given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"truncated: dims must be dimensions of the tensor {key!r}, got {own} for {given}; correct them"
+                )
+        cut = {key: _cut(batch[key], seqlen, own) for key, own in ways.items()}
         return {**batch, **cut}
     batch = dict(batch) if isinstance(batch, Mapping) else batch  # optree looks into dicts only
     leaves = [x for x in optree.tree_leaves(batch) if isinstance(x, Tensor) and x.dim() >= 2]

@@ -17,8 +17,9 @@ import optree
 import torch
 from torch import nn
 
+from fzero.config.config import ConfigError
 from fzero.engine.divided_params import CONSTRUCTORS, DividedParameter, Rules, divide, gathered, hide, show
-from fzero.engine.param_views import SHAPES, called, needs_values
+from fzero.runtime.tensor_uses import SHAPES, called, needs_values
 
 
 class _Constructor:
@@ -99,6 +100,11 @@ def _wrapped(own: Callable[..., None], finish: Callable[[_Constructor], None]) -
     def construct(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         if CONSTRUCTORS and CONSTRUCTORS[-1].module is module:  # a base class's, called by the constructor
             return own(module, *args, **kwargs)
+        if hasattr(type(module), "num_pipeline_stages"):
+            raise ConfigError(
+                f"zero.Init: a {type(module).__name__} must be made outside, because ranks make the layers of their own stages, "
+                f"got one inside; leave zero.Init out (stages divide the parameters already)"
+            )
         constructor = _Constructor(module)
         CONSTRUCTORS.append(constructor)
         try:

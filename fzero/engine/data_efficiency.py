@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
+from fzero.config import data_efficiency as blocks
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.data_efficiency import CurriculumMetric
 from fzero.config.fields import Block
 from fzero.data.index_files import read_metric
 from fzero.data.loader import CurriculumLoader
@@ -132,30 +132,30 @@ class UsesDataEfficiency(Settings):
     # --- the block data_efficiency -------------------------------------------------------------------------------
 
     def data_efficiency_enabled(self) -> bool:
-        return self.cfg.data_efficiency.enabled
+        return efficiency_of(self.cfg).enabled
 
     def data_efficiency_config(self) -> dict[str, Any]:
-        return self.cfg.data_efficiency.model_dump()
+        return efficiency_of(self.cfg).model_dump()
 
     def data_sampling_enabled(self) -> bool:
-        return self.cfg.data_efficiency.samples
+        return self.cfg.samples
 
     def data_sampling_config(self) -> dict[str, Any]:
-        return self.cfg.data_efficiency.data_sampling.model_dump()
+        return efficiency_of(self.cfg).data_sampling.model_dump()
 
     def curriculum_learning_enabled(self) -> bool:
-        return self.cfg.data_efficiency.samples_by_difficulty
+        return efficiency_of(self.cfg).samples_by_difficulty
 
     def curriculum_learning_config(self) -> dict[str, Any]:
-        block = self.cfg.data_efficiency.data_sampling.curriculum_learning
+        block = efficiency_of(self.cfg).data_sampling.curriculum_learning
         return block.model_dump() if block.enabled else {"enabled": False}
 
     def random_ltd_enabled(self) -> bool:
-        return self.cfg.data_efficiency.drops_tokens
+        return self.cfg.drops_tokens
 
     def random_ltd_config(self) -> dict[str, Any]:
         """The block `random_ltd`, with the batch sizes."""
-        block = self.cfg.data_efficiency.data_routing.random_ltd
+        block = efficiency_of(self.cfg).data_routing.random_ltd
         sizes = self.cfg.batch_sizes(self.train_step.data_world_size)
         number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
         found = block.model_dump() | {"random_ltd_layer_num": number}
@@ -166,7 +166,7 @@ class UsesDataEfficiency(Settings):
     @property
     def progressive_layer_drop(self) -> ProgressiveLayerDrop | None:
         """θ of the next forward; None if the block is not enabled."""
-        block = self.cfg.progressive_layer_drop
+        block = self._layer_drop
         if not block.enabled:
             return None
         drop = ProgressiveLayerDrop(block.theta, block.gamma)
@@ -179,18 +179,27 @@ class UsesDataEfficiency(Settings):
         return None if drop is None else drop.get_theta()
 
     def pld_enabled(self) -> bool:
-        return self.cfg.progressive_layer_drop.enabled
+        return self.cfg.drops_layers
 
     def pld_params(self) -> Any:
         """`theta` and `gamma`; False if the block is not enabled."""
-        block = self.cfg.progressive_layer_drop
+        block = self._layer_drop
         return {"theta": block.theta, "gamma": block.gamma} if block.enabled else False
 
     def pld_theta(self) -> float:
-        return self.cfg.progressive_layer_drop.theta
+        return self._layer_drop.theta
 
     def pld_gamma(self) -> float:
-        return self.cfg.progressive_layer_drop.gamma
+        return self._layer_drop.gamma
+
+    @property
+    def _layer_drop(self) -> blocks.ProgressiveLayerDrop:
+        return self.cfg.progressive_layer_drop or blocks.ProgressiveLayerDrop()
+
+
+def efficiency_of(cfg: Config) -> blocks.DataEfficiency:
+    """The block `data_efficiency`, or one that is off."""
+    return cfg.data_efficiency or blocks.DataEfficiency()
 
 
 def _given(block: Block) -> dict[str, Any]:
@@ -204,8 +213,9 @@ def dropping_of_block(cfg: Config, model: nn.Module, kind: type[nn.Module]) -> T
     Raises:
         ConfigError: the block is off, or a number of a layer is out of range.
     """
-    block = cfg.data_efficiency.data_routing.random_ltd
-    if not cfg.data_efficiency.drops_tokens or block.random_ltd_schedule is None:
+    efficiency = efficiency_of(cfg)
+    block = efficiency.data_routing.random_ltd
+    if not efficiency.drops_tokens or block.random_ltd_schedule is None:
         raise ConfigError(
             "convert_to_random_ltd: needs data_efficiency, data_routing and random_ltd enabled, and one is not; enable them"
         )
@@ -214,7 +224,7 @@ def dropping_of_block(cfg: Config, model: nn.Module, kind: type[nn.Module]) -> T
     )
     ltd = RandomLTD(
         block.random_ltd_layer_id, block.random_ltd_schedule.schedule(), block.model_mask_name, order=order,
-        seed=cfg.data_efficiency.seed,
+        seed=efficiency.seed,
     )  # fmt: skip
     try:
         return ltd.plan(model, kind)
@@ -228,8 +238,8 @@ def sampler_of(cfg: Config, num_samples: int) -> CurriculumSampler:
     Raises:
         ConfigError: a file is missing, or its metric is of another dataset.
     """
-    efficiency = cfg.data_efficiency
-    metrics: Mapping[str, CurriculumMetric] = {}
+    efficiency = efficiency_of(cfg)
+    metrics: Mapping[str, blocks.CurriculumMetric] = {}
     if efficiency.samples_by_difficulty:
         metrics = efficiency.data_sampling.curriculum_learning.curriculum_metrics
     try:
@@ -239,7 +249,7 @@ def sampler_of(cfg: Config, num_samples: int) -> CurriculumSampler:
         raise ConfigError(f"data_efficiency.data_sampling: {error}") from None
 
 
-def _admission(name: str, block: CurriculumMetric) -> Admission:
+def _admission(name: str, block: blocks.CurriculumMetric) -> Admission:
     def unset(step: int) -> int:
         raise ConfigError(
             f"curriculum_metrics.{name}: needs a function for schedule_type 'custom', and none is set; call "

@@ -1,4 +1,4 @@
-"""Models whose parameters are divided before an engine exists: `divide`, `gathered`, `taken_over`.
+"""Models whose parameters are divided before an engine exists: `divide`, `gathered`, `shaped`, `taken_over`.
 
 `fzero.engine.constructors` divides a model while it is made. `initialize` takes the shards over, one unit at a time.
 """
@@ -20,7 +20,9 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.engine.divided import Divided
 from fzero.engine.param_status import mark
-from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, called, engine_of, needs_values
+from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, engine_of
+from fzero.runtime.step_spec import check_same
+from fzero.runtime.tensor_uses import called, needs_values
 
 _NUMBERS = count()
 """The next `ds_id`: the same on all ranks, which divide parameters in one order."""
@@ -106,16 +108,21 @@ def divide(params: Iterable[nn.Parameter], rules: Rules) -> None:
     """Divides ordinary parameters: rank 0's values count. Others stay as they are: those of engines, on `meta`, without
     elements, and of other classes.
 
-    *Collective:* every rank with the same parameters; sends each in full once.
+    *Collective:* every rank with the same parameters; sends each in full once, and before it the shapes.
+
+    Raises:
+        MismatchError: the ranks have parameters of other shapes or dtypes, on all of them.
     """
-    for param in params:
-        is_plain = type(param) is nn.Parameter and not (is_divided(param) or param.is_meta)
-        if is_plain and param.numel() and engine_of(param) is None:
-            dtype = rules.dtype if param.is_floating_point() else None
-            full = param.data.to(rules.device, dtype)
-            divided = Divided.of(full, rules.axis)
-            divided.shard_S = rules.keep(divided.shard_S)
-            _hold(param, divided, rules)
+    own = [param for param in params if _is_to_divide(param)]
+    if own:
+        forms = {f"parameter {index}": f"{tuple(x.shape)} {x.dtype}" for index, x in enumerate(own)}
+        check_same(rules.axis, {"zero.Init": forms}, fix="make the same modules in the same order on every rank")
+    for param in own:
+        dtype = rules.dtype if param.is_floating_point() else None
+        full = param.data.to(rules.device, dtype)
+        divided = Divided.of(full, rules.axis)
+        divided.shard_S = rules.keep(divided.shard_S)
+        _hold(param, divided, rules)
 
 
 def show(params: Sequence[nn.Parameter]) -> None:
@@ -156,6 +163,7 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
         yield
         return
     axis: Bound = found[0].fzero_divided.axis
+    check_modifier(modifier_rank, axis)
     meet("zero.GatheredParameters", axis)
     own = [param for param in found if isinstance(param, DividedParameter)]  # others are shown by an outer one
     show(own)
@@ -171,13 +179,44 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
         hide(own, source=None)
         refuse_changes(changed, axis)
         return
-    _check_shapes(found, axis)
+    check_forms([(param.data, param.fzero_divided.shape) for param in found], axis)
     mine = {id(param) for param in own}
     for param in found:
         if id(param) in mine:
             hide([param], source=modifier_rank)
         else:
             collectives.broadcast(param.data, axis, source=modifier_rank, label=Label("init"))
+
+
+def check_modifier(rank: int | None, axis: Bound) -> None:
+    """Raises unless `modifier_rank` is None or one of the ranks."""
+    if rank is not None and rank not in range(axis.size):
+        raise ValueError(
+            f"GatheredParameters: modifier_rank must be None or a rank from 0 to {axis.size - 1}, got {rank!r}; pass the rank "
+            f"whose values all ranks then get"
+        )
+
+
+def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: Bound) -> None:
+    """Raises on all ranks if a gathered parameter has got another shape on one, or a dtype of its own. *Collective:* every rank.
+
+    Args:
+        pairs: each parameter's values now, and its shape.
+    """
+    forms = [(tuple(now.shape), str(now.dtype)) for now, _ in pairs]
+    world = collectives.exchange(forms, axis, label=Label("other"))
+    for rank, theirs in enumerate(world):
+        for (shape, dtype), (_, own), (_, first) in zip(theirs, pairs, world[0], strict=True):
+            if tuple(shape) != tuple(own):
+                raise RuntimeError(
+                    f"GatheredParameters: a parameter must keep its shape {tuple(own)}, and has got {tuple(shape)} on rank "
+                    f"{rank}; assign a new nn.Parameter to the module in its place"
+                )
+            if dtype != first:
+                raise RuntimeError(
+                    f"GatheredParameters: a parameter must have one dtype on all ranks, and is {first} on rank 0 and {dtype} "
+                    f"on rank {rank}; write to it with copy_, which keeps its dtype"
+                )
 
 
 def refuse_changes(changed: Sequence[str], axis: Bound) -> None:
@@ -203,14 +242,9 @@ def fingerprint(value: Tensor) -> tuple[Any, ...]:
 
 
 @contextmanager
-def taken_over(model: nn.Module) -> Iterator[None]:
-    """Inside, divided parameters have their shapes and no values, so that a step can be planned; its first state gathers them
-    unit by unit. Afterwards they belong to the engine; after an error they are divided as before.
-    """
-    found: list[Any] = [param for param in model.parameters() if is_divided(param)]
-    for param in found:
-        if not isinstance(param, DividedParameter):
-            raise RuntimeError("initialize: must not be called inside GatheredParameters; call it after")
+def shaped(model: nn.Module) -> Iterator[list[Any]]:
+    """Inside, divided parameters have their shapes and no values; afterwards they are divided as before. Yields them."""
+    found: list[Any] = [param for param in model.parameters() if isinstance(param, DividedParameter)]
     for param in found:
         nothing = torch.full(
             (), float("nan") if param.is_floating_point() else 0, dtype=param.dtype, device=param.device
@@ -219,12 +253,22 @@ def taken_over(model: nn.Module) -> Iterator[None]:
         param.__class__ = nn.Parameter
         param.data = nothing.expand(shape)
     try:
+        yield found
+    finally:
+        hide(filter(is_divided, found), source=None)
+
+
+@contextmanager
+def taken_over(model: nn.Module) -> Iterator[None]:
+    """Inside, divided parameters have their shapes and no values, so that a step can be planned; its first state gathers them
+    unit by unit. Afterwards they belong to the engine; after an error they are divided as before.
+    """
+    if any(is_divided(param) and not isinstance(param, DividedParameter) for param in model.parameters()):
+        raise RuntimeError("initialize: must not be called inside GatheredParameters; call it after")
+    with shaped(model) as found:
         yield
-    except BaseException:
-        hide(found, source=None)
-        raise
-    for param in found:
-        del param.__dict__["fzero_divided"], param.__dict__["fzero_rules"]
+        for param in found:
+            del param.__dict__["fzero_divided"], param.__dict__["fzero_rules"]
 
 
 def moved(model: nn.Module, device: torch.device) -> nn.Module:
@@ -239,16 +283,9 @@ def moved(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-def _check_shapes(params: Sequence[Any], axis: Bound) -> None:
-    """Raises on all ranks where a gathered parameter has got another shape on one. *Collective:* every rank."""
-    shapes = [tuple(param.shape) for param in params]
-    for rank, theirs in enumerate(collectives.exchange(shapes, axis, label=Label("other"))):
-        for shape, param in zip(theirs, params, strict=True):
-            if tuple(shape) != tuple(param.fzero_divided.shape):
-                raise RuntimeError(
-                    f"GatheredParameters: a parameter must keep its shape {tuple(param.fzero_divided.shape)}, and has got "
-                    f"{tuple(shape)} on rank {rank}; assign a new nn.Parameter to the module in its place"
-                )
+def _is_to_divide(param: nn.Parameter) -> bool:
+    is_plain = type(param) is nn.Parameter and not (is_divided(param) or param.is_meta)
+    return is_plain and param.numel() > 0 and engine_of(param) is None
 
 
 def _hold(param: nn.Parameter, divided: Divided, rules: Rules) -> None:

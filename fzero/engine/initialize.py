@@ -159,17 +159,17 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainSte
     return TrainStep(replace(recipe, pipeline=Pipeline()), bind(mesh, recipe.device))
 
 
-def _compression(cfg: Config, model: nn.Module) -> CompressionPlan:
+def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
     """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
     plan = plan_of(model)
-    if plan is None and cfg.compression_training.compresses:
+    if plan is None and cfg.compresses:
         warnings.warn(
             "compression_training: compresses nothing here, as in DeepSpeed, because init_compression was not called; call "
             "deepspeed.compression.compress.init_compression(model, config) before initialize, or leave the block out",
             ConfigWarning,
             stacklevel=4,
         )
-    return plan or CompressionPlan()
+    return plan
 
 
 def _check_makers(optimizer: object, lr_scheduler: object) -> None:
@@ -229,7 +229,7 @@ def _loader(
         "world_size": step.data_world_size,
         "collate_fn": collate_fn,
     }
-    if cfg.data_efficiency.samples:
+    if cfg.data_efficiency is not None and cfg.samples:
         check_indexed(data)
         sampling = cfg.data_efficiency.data_sampling
         return CurriculumLoader(

@@ -17,7 +17,8 @@ from fzero.engine.client_optimizers import plain_values
 from fzero.resharding.parameters import weight_of, with_weight
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import in_memory, part_of
+from fzero.storage.file_tensor import in_memory
+from fzero.storage.shard_transfer import part_of
 
 
 def state_dict_of(step: TrainStep, state: TrainState[Tensor], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,20 +20,9 @@ from torch import Tensor, nn
 from fzero.engine.param_status import mark, unmark
 from fzero.plans.plan import Plan
 from fzero.runtime.own_params import is_bound, not_trained, with_present
+from fzero.runtime.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
 from sharding import Sharded
 from sharding.views import unflatten
-
-_ALLOWED = {
-    *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset", "get_device"),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_same_size", "_is_view", "untyped_storage"),
-    *("data_ptr", "requires_grad_", "__repr__", "__hash__", "__format__", "detach"),
-    "_has_compatible_shallow_copy_type",
-}
-"""Methods that work on a tensor without values."""
-SHAPES = {"size", "dim", "ndimension", "numel", "nelement", "stride", "is_contiguous", "shape", "ndim"}
-"""Methods and attributes that return the full shape inside the forward."""
-_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
-"""Attributes that need the values."""
 
 
 class PartitionedParameterError(RuntimeError):
@@ -54,7 +43,7 @@ class PartitionedParameter(nn.Parameter):
         is_inside = any(map(is_bound, given))
         if is_inside and used in SHAPES:
             args = tuple(getattr(x, "fzero_plain", x) for x in args)
-        elif is_inside and (used not in _ALLOWED or used == "detach") and not _is_plain(name, used):
+        elif is_inside and (used not in ALLOWED or used == "detach") and not is_plain(name, used):
             return with_present(func, args, kwargs or {})
         elif needs_values(func, args, kwargs):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
@@ -69,34 +58,6 @@ class PartitionedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({self.fzero_name!r}, shape={tuple(self.fzero_plain.shape)}, dtype={self.dtype})"
-
-
-def called(func: Any) -> tuple[str, str]:
-    """The name of a function, and of what it uses: the attribute that it reads or sets, or else itself."""
-    name = getattr(func, "__name__", "")
-    attribute = getattr(getattr(func, "__self__", None), "__name__", "")
-    return name, attribute if name in ("__get__", "__set__") else name
-
-
-def needs_values(func: Any, args: Any, kwargs: Any) -> bool:
-    """Whether a function of a tensor without elements computes with its values."""
-    name, used = called(func)
-    return not (used in _ALLOWED or _is_plain(name, used) or _changes_nothing(name, used, args, kwargs))
-
-
-def _is_plain(name: str, used: str) -> bool:
-    """Whether an attribute is read or set that needs no values."""
-    return name in ("__get__", "__set__") and used not in _VALUES
-
-
-def _changes_nothing(name: str, attribute: str, args: Any, kwargs: Any) -> bool:
-    """Whether a parameter is moved to where it is (`module.to(device)` does that with each), or set to itself."""
-    if name == "__set__":
-        return attribute == "data" and args[0] is args[1]
-    if name != "to":
-        return False
-    device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
-    return device in (None, args[0].device) and dtype in (None, args[0].dtype)
 
 
 class LiveParams:

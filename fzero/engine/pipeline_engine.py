@@ -57,6 +57,7 @@ class PipelineEngine(Engine):
         if self.optimizer is None:
             raise RuntimeError("train_batch: this engine has no optimizer; give initialize one, or the configuration")
         self.live.check()
+        self._begin_batch()
         before, step = self.global_steps, self._following()
         with self._watch.of("update", before):
             self.state, self.metrics = step(self.state, self._items(data_iter))
@@ -81,17 +82,31 @@ class PipelineEngine(Engine):
         *Collective:* every rank.
 
         Args:
-            data_iter: as for `train_batch`.
+            data_iter: as for `train_batch`, for this call alone.
             return_logits: also returns the last layer's outputs, joined along their first dimension; None on other stages.
             compute_loss: False returns the outputs of the last layer instead of a loss; None on other stages.
             reduce_output: `"avg"` returns their mean; None returns them as a list.
             bcast_loss: has no effect: every stage gets the loss.
             num_micro_batches: None is `micro_batches`.
+
+        Raises:
+            ValueError: `reduce_output` or `num_micro_batches` is none of these; and as `train_batch`.
         """
-        run, number = self.active_step().runtime, num_micro_batches or self.micro_batches
+        number = self.micro_batches if num_micro_batches is None else num_micro_batches
+        if number < 1:
+            raise ValueError(f"eval_batch: num_micro_batches must be at least 1, got {number}; leave it out")
+        if reduce_output not in ("avg", None):
+            raise ValueError(
+                f"eval_batch: reduce_output must be 'avg' or None, got {reduce_output!r}; pass one of these"
+            )
+        self._begin_batch()
+        run, of_training = self.active_step().runtime, self._data_iterator
         stages, program = stages_of(run), run.runs
         assert isinstance(program, PipelineProgram)
-        items = stages.agreed(self.state, self._items(data_iter), lambda one: list(islice(one, number)))
+        try:
+            items = stages.agreed(self.state, self._items(data_iter), lambda one: list(islice(one, number)))
+        finally:
+            self._data_iterator = of_training
         passes = program.outputs(run, self.state, items, computes_loss=compute_loss)
         outputs = passes.results if stages.is_last else None
         if not compute_loss:
@@ -101,6 +116,11 @@ class PipelineEngine(Engine):
         if not return_logits:
             return loss
         return loss, None if outputs is None else torch.cat([out.reshape(-1, *out.shape[1:]) for out in outputs])
+
+    def _begin_batch(self) -> None:
+        """Brings the curriculum to the next step; the layers get no argument of it, and `set_batch_fn` may cut the batch."""
+        if self.curriculum_scheduler_legacy is not None:
+            self.curriculum_scheduler_legacy.update_difficulty(self.global_steps + 1)
 
     def _items(self, data_iter: Iterator[Any] | None) -> Any:
         """This rank's iterator of (inputs, labels); None on stages that read none."""

@@ -400,3 +400,8 @@ class Activations:
     def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
         """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)
+
+    def of_config(self, cfg: Config) -> Traced:
+        """The trace with the checkpointing of a configuration."""
+        checkpointing = cfg.activation_checkpointing
+        return self.of(checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing)

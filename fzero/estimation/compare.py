@@ -331,7 +331,7 @@ def column(
         )
         keys, planned = planned_at(limit)
     cfg = quietly(keys)
-    compressed = compression(cfg, model).params if cfg.compression_training.compresses else ()
+    compressed = compression(cfg, model).params if cfg.compresses else ()
     step = dry_run(planned, trace, machine=machine, device=device, title=name, compressed=compressed)
     generating = None if cache is None else Generating.after(planned, step, cache)
     return Candidate(name, keys, planned, step, memory_of(step), note, generating=generating)

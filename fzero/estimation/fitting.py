@@ -203,10 +203,13 @@ def fit(
         pipelines = best_pipelines(
             model,
             search.keys,
-            search.activations,
+            batch,
             world_size=world_size,
             device_nbytes=device_nbytes,
             machine=machine,
+            loss_fn=loss_fn,
+            device=device,
+            activations=search.activations,
         )
     told(len(choices), len(choices))
     num_samples = samples_of(batch)

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from torch import nn
+
+from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
-from fzero.pipeline.layers import TiedLayerSpec
+from fzero.pipeline.layers import StageLayers, TiedLayerSpec
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.partition import LayerCost
 from fzero.plans.machine_model import MachineModel
@@ -143,6 +147,97 @@ def _output(layers: Sequence[_Layer], index: int, sizes: Mapping[str, tuple[int,
     return sizes[following][0] if following in sizes else 0
 
 
+class TracedLayers:
+    """A model that is traced once for one micro-batch; `of` has its layers on any number of ranks that share a stage.
+
+    Args:
+        model: a module, whose units are the layers; or a `PipelineModule`, which needs no weights.
+        cfg: of the step.
+        batch: one rank's samples of a micro-batch, possibly on `meta`; of a `PipelineModule` (inputs, labels).
+        machine: the rates.
+        loss_fn: see `make_train_step`; of a `PipelineModule` `loss_fn(outputs, labels)`. None takes its own.
+        device: where the layers are.
+        trace: of the same model, configuration and batch, where there is one.
+
+    Raises:
+        ValueError: the `PipelineModule` has no loss function, or the model does not run on the batch.
+    """
+
+    def __init__(
+        self, model: nn.Module, cfg: Config, batch: Any, machine: MachineModel | None = None, *, loss_fn: Any = None,
+        device: Device = "cuda", trace: Traced | None = None,
+    ) -> None:  # fmt: skip
+        self.module = model if isinstance(model, PipelineModule) else None
+        if self.module is not None:
+            model, loss_fn = self.module.build(0, self.module.num_layers, device="meta"), loss_fn or self.module.loss_fn
+            if loss_fn is None:
+                raise ValueError("loss_fn: a planned pipeline must have one, got None; pass loss_fn to PipelineModule")
+            loss_fn = partial(_loss_of_pair, loss_fn)
+        self.model, self.cfg, self.machine = model, cfg, machine or MachineModel()
+        self.trace = trace or trace_activations(model, cfg, batch, loss_fn=loss_fn, device=device)
+
+    def of(self, data: int) -> PlannedLayers:
+        """The layers on one of `data` ranks that share a stage. A callable without parameters counts in the layer before it."""
+        sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        # The numbers of samples are those of all ranks together. Gradients are kept from one micro-batch to the next, as with
+        # gradient accumulation.
+        cfg = self.cfg.model_copy(update=dict.fromkeys(sizes) | {"gradient_accumulation_steps": 2})
+        planned = plan(self.model, cfg, world_size=data)
+        found = layer_costs(planned, self.trace, self.machine, _layer_of if self.module else None)
+        return found if self.module is None else _of_module(self.module, found)
+
+    def blocks(self, start: int, stop: int) -> Sequence[tuple[int, int, bool]]:
+        """The blocks of a chunk of a `PipelineModule`, as (start, stop, whether the backward runs it again)."""
+        if self.module is None:
+            return ()
+        assert isinstance(self.model, StageLayers)
+        return self.module.checkpoint_ranges(start, stop, [call for _, call in self.model.calls(start, stop)])
+
+
+def _loss_of_pair(loss_fn: Callable[[Any, Any], Any], model: Callable[[Any], Any], batch: tuple[Any, Any]) -> Any:
+    return loss_fn(model(batch[0]), batch[1])
+
+
+def recomputed(costs: Sequence[LayerCost], blocks: Sequence[tuple[int, int, bool]]) -> list[LayerCost]:
+    """The costs of all layers, of which some blocks keep only their input for the backward, and run again in it.
+
+    >>> costs = [LayerCost(1, 2, stored_nbytes=5, output_nbytes=1)] * 3
+    >>> [(cost.backward, cost.stored_nbytes, cost.working_nbytes) for cost in recomputed(costs, [(1, 3, True)])]
+    [(2, 5, 0), (3, 1, 10), (3, 0, 0)]
+    """
+    found = list(costs)
+    for start, stop in ((start, stop) for start, stop, runs_again in blocks if runs_again):
+        stored = sum(cost.stored_nbytes for cost in costs[start:stop])
+        for index in range(start, stop):
+            cost = costs[index]
+            changes: dict[str, Any] = {"backward": cost.backward + cost.forward, "stored_nbytes": 0}
+            if cost.backward:
+                changes["weight_share"] = cost.weight_share * cost.backward / changes["backward"]
+            if index == start:
+                held = costs[start - 1].output_nbytes if start else 0  # the first layer's input is the batch
+                changes |= {"stored_nbytes": held, "working_nbytes": stored + cost.working_nbytes}
+            found[index] = replace(cost, **changes)
+    return found
+
+
+def pipeline_config(cfg: Any) -> Config:
+    """The configuration of a planned pipeline; without a ZeRO stage it is 1.
+
+    Raises:
+        ConfigError: the stage is 2 or 3.
+    """
+    keys = keys_of(cfg)
+    if "stage" not in (keys.get("zero_optimization") or {}):
+        keys = changed(keys, {"zero_optimization": {"stage": 1}})
+    found = quietly(keys)
+    if (stage := found.zero_optimization.stage) > 1:
+        raise ConfigError(
+            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got {stage}, which would communicate in every "
+            "micro-batch; set stage to 1"
+        )
+    return found
+
+
 def estimate_layers(
     model: PipelineModule,
     cfg: Any = None,
@@ -158,26 +253,17 @@ def estimate_layers(
 
     Args:
         model: with a loss function.
-        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW.
+        cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Without a ZeRO stage it is 1.
         batch: inputs and labels of a micro-batch, possibly on `meta`.
         data: the number of ranks that share a stage.
         machine: the rates.
         device: where the layers are.
 
     Raises:
+        ConfigError: stages 2 and 3 of ZeRO.
         ValueError: the module has no loss function, or does not run on the batch.
     """
-    loss_fn = model.loss_fn
-    if loss_fn is None:
-        raise ValueError("estimate_layers: the module must have a loss_fn, got None; pass loss_fn to PipelineModule")
-    keys = changed(keys_of(cfg), {"zero_optimization": {"stage": 1}})
-    whole = model.build(0, model.num_layers, device="meta")
-    trace = trace_activations(
-        whole, quietly(keys), batch, loss_fn=lambda run, both: loss_fn(run(both[0]), both[1]), device=device
-    )
-    planned = plan(whole, quietly(keys), world_size=data)
-    found = layer_costs(planned, trace, machine or MachineModel(), layer_of=_layer_of)
-    return _by_index(model, found)
+    return TracedLayers(model, pipeline_config(cfg), batch, machine, device=device).of(data).costs
 
 
 def _layer_of(name: str) -> str:
@@ -186,16 +272,22 @@ def _layer_of(name: str) -> str:
     return ".".join(parts[:2]) if parts[0] == "tied_modules" else parts[0]
 
 
-def _by_index(model: PipelineModule, found: PlannedLayers) -> tuple[LayerCost, ...]:
-    """The costs of all layers, of which those without parameters have none."""
+def _of_module(model: PipelineModule, found: PlannedLayers) -> PlannedLayers:
+    """All layers of a module, from those with parameters; others cost nothing."""
     names = [
         f"tied_modules.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)
         for index, layer in enumerate(model.specs)
     ]
-    costs, index, nbytes = list[LayerCost](), 0, 0
-    for name, cost in zip(found.names, found.costs, strict=True):
-        place = names.index(name, index)
-        costs += [LayerCost(0.0, 0.0, output_nbytes=nbytes) for _ in range(index, place)]
-        costs.append(cost)
-        index, nbytes = place + 1, cost.output_nbytes
-    return (*costs, *(LayerCost(0.0, 0.0, output_nbytes=nbytes) for _ in range(index, len(names))))
+    places, after = list[int](), 0
+    for name in found.names:
+        places.append(names.index(name, after))
+        after = places[-1] + 1
+    costs, numels, sent, nbytes = list[LayerCost](), [0] * len(names), [0.0] * len(names), 0
+    for index in range(len(names)):
+        if index in places:
+            place = places.index(index)
+            costs.append(found.costs[place])
+            numels[index], sent[index], nbytes = found.numels[place], found.sent[place], costs[-1].output_nbytes
+        else:
+            costs.append(LayerCost(0.0, 0.0, output_nbytes=nbytes))
+    return PlannedLayers(tuple(names), tuple(costs), tuple(numels), tuple(sent), found.data)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
@@ -24,23 +25,33 @@ from rich.table import Table
 from torch import nn
 
 from fzero.common.text_tables import as_text, scale_of, shown
-from fzero.config.config import Config, ConfigError
+from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
-from fzero.estimation.pipeline_layers import PlannedLayers, layer_costs
+from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, pipeline_config, recomputed
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
 from fzero.pipeline.timeline import Timeline, chunk_costs, predict
 from fzero.plans.machine_model import MachineModel
-from fzero.plans.plan import plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.loss import LossFn
+from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.step_spec import StepSpec
+from sharding import Mesh
 
 if TYPE_CHECKING:
+    from typing import Protocol
+
     from matplotlib.figure import Figure
+
+    class Pipelined(Protocol):
+        """The members of a train step that are read here."""
+
+        recipe: StepSpec
+        runtime: StepRuntime
+        mesh: Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +133,7 @@ class PipelinePlan:
         """The picture of the order on these costs: stages by time. Needs matplotlib (extra `demo`)."""
         from fzero.pipeline.picture import draw_timeline
 
-        return draw_timeline(self.timeline)
+        return draw_timeline(self.timeline, after=self.reduces)
 
     def __rich__(self) -> Group:
         timeline, order = self.timeline, self.order
@@ -179,17 +190,17 @@ def plan_pipeline(
     bounds: Sequence[int] | None = None,
     device_nbytes: float = math.inf,
     machine: MachineModel | None = None,
-    loss_fn: LossFn | None = None,
+    loss_fn: Any = None,
     device: Device = "cuda",
 ) -> PipelinePlan:
     """A step of a pipeline over `stages` × `world_size / stages` ranks, as predicted.
 
     Args:
-        model: any module; on `meta` it holds no weights. Its units are the layers.
+        model: any module; on `meta` it holds no weights. Its units are the layers. Or a `PipelineModule`, with its layers.
         cfg: any argument of `Config.load`; None is bf16 with an fp32 master, and AdamW. Without a ZeRO stage it is 1.
         stages: p.
         world_size: number of ranks, p times those that share a stage.
-        batch: one rank's samples of a micro-batch, possibly on `meta`.
+        batch: one rank's samples of a micro-batch, possibly on `meta`; for a `PipelineModule` (inputs, labels).
         micro_batches: m; by default `gradient_accumulation_steps`, or 4 p if that is 1.
         order: see `plan_order`.
         bounds: of the units in chunks; None cuts them so that the slowest stage is fastest.
@@ -203,44 +214,29 @@ def plan_pipeline(
         OrderError: the order is wrong.
         ValueError: nothing fits; the model does not run on that batch.
     """
-    activations = Activations(model, quietly(keys_of(cfg)), batch, loss_fn, device)
-    planner = PipelinePlanner(model, cfg, activations, machine=machine)
+    planner = PipelinePlanner(model, cfg, batch, machine=machine, loss_fn=loss_fn, device=device)
     return planner.planned(
         stages, world_size, micro_batches=micro_batches, order=order, bounds=bounds, device_nbytes=device_nbytes
     )
 
 
 class PipelinePlanner:
-    """Plans pipelines of one model, with the traces `activations`. Other arguments as for `plan_pipeline`."""
+    """Plans pipelines of one model, which is traced once, or has traces in `activations`. Arguments as for `plan_pipeline`."""
 
     def __init__(
-        self, model: nn.Module, cfg: Any, activations: Activations, *, machine: MachineModel | None = None
+        self,
+        model: nn.Module,
+        cfg: Any,
+        batch: Any,
+        *,
+        machine: MachineModel | None = None,
+        loss_fn: Any = None,
+        device: Device = "cuda",
+        activations: Activations | None = None,
     ) -> None:
-        keys = keys_of(cfg)
-        if "stage" not in (keys.get("zero_optimization") or {}):
-            keys = changed(keys, {"zero_optimization": {"stage": 1}})
-        self.model, self.keys, self.machine = model, keys, machine or MachineModel()
-        self.cfg = quietly(keys)
-        if (stage := self.cfg.zero_optimization.stage) > 1:
-            raise ConfigError(
-                f"zero_optimization.stage: must be 0 or 1 with a pipeline, got {stage}, which would communicate in every "
-                "micro-batch; set stage to 1"
-            )
-        checkpointing = self.cfg.activation_checkpointing
-        checkpoints, on_host = checkpointing.every is not None, checkpointing.cpu_checkpointing
-        self.trace = activations.of(checkpoints=checkpoints, on_host=on_host)
-
-    def layers(self, data: int) -> PlannedLayers:
-        """The layers on one of `data` ranks that share a stage."""
-        planned = plan(self.model, self._config_of_one, world_size=data)
-        return layer_costs(planned, self.trace, self.machine)
-
-    @property
-    def _config_of_one(self) -> Config:
-        """The configuration without numbers of samples, which are those of all ranks together."""
-        sizes = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-        # Gradients are kept from one micro-batch to the next, as with gradient accumulation.
-        return self.cfg.model_copy(update=dict.fromkeys(sizes) | {"gradient_accumulation_steps": 2})
+        found = pipeline_config(cfg)
+        trace = None if activations is None else activations.of_config(found)
+        self.traced = TracedLayers(model, found, batch, machine, loss_fn=loss_fn, device=device, trace=trace)
 
     def planned(
         self,
@@ -257,10 +253,11 @@ class PipelinePlanner:
             raise ConfigError(
                 f"pipeline: stages must divide the number of ranks, {world_size}, got {stages}; use another number of either"
             )
-        steps = self.cfg.gradient_accumulation_steps or 1
+        traced = self.traced
+        steps = traced.cfg.gradient_accumulation_steps or 1
         number = micro_batches or (steps if steps > 1 else 4 * stages)
         planned = plan_order(order, stages, number)
-        layers = self.layers(world_size // stages)
+        layers = traced.of(world_size // stages)
         if bounds is None:
             if len(layers.costs) < planned.num_chunks:
                 raise ConfigError(
@@ -272,15 +269,36 @@ class PipelinePlanner:
             found = partition_by_cost(layers.costs, planned.num_chunks, in_flight=held, nbytes=limit)
         else:
             found = check_bounds(bounds, len(layers.costs), planned.num_chunks)
-        timeline = predict(
-            planned, chunk_costs(layers.costs, found), bandwidth=self.machine.network, latency=self.machine.latency
+        return _planned(traced, layers, planned, found)
+
+
+def _planned(traced: TracedLayers, layers: PlannedLayers, order: PipeOrder, bounds: Bounds) -> PipelinePlan:
+    """The course of an order on layers in these bounds."""
+    machine = traced.machine
+    blocks = [block for start, stop in pairwise(bounds) for block in traced.blocks(start, stop)]
+    costs = chunk_costs(recomputed(layers.costs, blocks), bounds)
+    timeline = predict(order, costs, bandwidth=machine.network, latency=machine.latency)
+    sent = [sum(layers.sent[start:stop]) for start, stop in pairwise(bounds)]
+    reduces = tuple(
+        sum(sent[chunk] for chunk in order.chunks_of(stage)) / machine.network for stage in range(order.stages)
+    )
+    runs_again = any(again for _, _, again in blocks) or traced.cfg.activation_checkpointing.every is not None
+    return PipelinePlan(layers, bounds, timeline, reduces, runs_again)
+
+
+def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | None) -> PipelinePlan:
+    """See `TrainStep.explain`."""
+    if batch is None:
+        raise ValueError(
+            "explain: needs a batch of (inputs, labels) for a pipeline, got none; pass one, possibly on meta"
         )
-        sent = [sum(layers.sent[found[chunk] : found[chunk + 1]]) for chunk in range(planned.num_chunks)]
-        reduces = tuple(
-            sum(sent[chunk] for chunk in planned.chunks_of(stage)) / self.machine.network for stage in range(stages)
-        )
-        has_checkpoints = self.cfg.activation_checkpointing.every is not None
-        return PipelinePlan(layers, found, timeline, reduces, has_checkpoints)
+    recipe, run = step.recipe, step.runtime
+    first = next(iter(run.batches.split(batch)))
+    pipe: Any = recipe.pipeline
+    model, order, bounds = pipe.division(recipe, step.mesh)
+    device: Device = "cuda" if run.device.type == "cuda" else "cpu"
+    traced = TracedLayers(model, recipe.cfg, first, machine, loss_fn=recipe.loss_fn, device=device)
+    return _planned(traced, traced.of(step.mesh.size // order.stages), order, bounds)
 
 
 def _held(order: PipeOrder, chunk: int) -> int:
@@ -295,12 +313,15 @@ def _held(order: PipeOrder, chunk: int) -> int:
 def best_pipelines(
     model: nn.Module,
     cfg: Any,
-    activations: Activations,
+    batch: Any,
     *,
     world_size: int,
     device_nbytes: float,
     machine: MachineModel | None = None,
+    loss_fn: Any = None,
+    device: Device = "cuda",
     order: Order | str = "1f1b",
+    activations: Activations | None = None,
 ) -> tuple[PipelinePlan, ...]:
     """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
 
@@ -313,7 +334,9 @@ def best_pipelines(
         tries.append(changed(keys, {"activation_checkpointing": {"every": 1}}))
     found = list[PipelinePlan]()
     for given in tries:
-        planner = PipelinePlanner(model, given, activations, machine=machine)
+        planner = PipelinePlanner(
+            model, given, batch, machine=machine, loss_fn=loss_fn, device=device, activations=activations
+        )
         found += _fitting(planner, world_size, device_nbytes, order)
     return tuple(sorted(found, key=lambda one: one.seconds))
 
@@ -322,7 +345,7 @@ def _fitting(
     planner: PipelinePlanner, world_size: int, device_nbytes: float, order: Order | str
 ) -> Iterator[PipelinePlan]:
     """The pipelines of one configuration that fit."""
-    steps = planner.cfg.gradient_accumulation_steps or 1
+    steps = planner.traced.cfg.gradient_accumulation_steps or 1
     for stages in (number for number in range(2, world_size + 1) if world_size % number == 0):
         try:
             one = planner.planned(

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from fzero.comms.failures import meet
 from fzero.generation.lora import fuse_lora, merged
+from fzero.runtime.model_contexts import quantizing, seen_params
 from fzero.runtime.module_binding import bound
-from fzero.runtime.parts import inspecting, quantizing, seen_params
+from fzero.runtime.parts import inspecting
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
@@ -52,7 +53,7 @@ def generating(
             then has copies, which are dropped at the end.
 
     Raises:
-        ValueError: a parameter was changed without `writable`, or an argument is not known.
+        ValueError: a parameter was changed without `writable`, an argument is not known, or the step is a pipeline's.
     """
     if by not in ("copy", "unit"):
         raise ValueError(
@@ -62,6 +63,7 @@ def generating(
         raise ValueError(
             "generating: writable must be False with by='unit', got True; by='copy' has copies to write to"
         )
+    check_whole(step, "generating")
     step.runtime.check_state(state)
     model, dtype = step.recipe.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
@@ -88,6 +90,16 @@ def generating(
         raise ValueError(
             "generating: the model must not write to its parameters, and did, so that the state has changed; pass "
             "writable=True, which gives it copies, and use a state saved before"
+        )
+
+
+def check_whole(step: TrainStep, call: str) -> None:
+    """Raises for the step of a pipeline, where a rank has the layers of its own stage."""
+    stages = step.runtime.stages
+    if stages is not None and stages.num_stages > 1:
+        raise ValueError(
+            f"{call}: the step must have the whole model, and is that of a pipeline stage; save a checkpoint, and load it into a "
+            f"step without pipeline="
         )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms.failures import meet
+from fzero.generation.gathered_model import check_whole
 from fzero.state import TrainState
 from fzero.step import TrainStep
 
@@ -33,11 +34,11 @@ def server_weights(
     """
     if to not in ("all", "rank0"):
         raise ValueError(f"server_weights: to must be 'all' or 'rank0', got {to!r}; pass one of these")
+    check_whole(step, "server_weights")
     step.runtime.check_state(state)
     meet("server_weights", step.runtime.mesh.world)
-    with torch.no_grad():
-        for views in step.runtime.full_weights(state):
-            if to == "rank0" and step.rank != 0:
-                continue
-            for name, view in views.items():
-                yield name, view.detach().to(dtype if dtype and view.is_floating_point() else view.dtype, copy=True)
+    for views in step.runtime.full_weights(state):
+        if to == "rank0" and step.rank != 0:
+            continue
+        for name, view in views.items():
+            yield name, view.detach().to(dtype if dtype and view.is_floating_point() else view.dtype, copy=True)

@@ -39,6 +39,7 @@ from fzero.graph.traffic import sent_in
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import Outcome, StepRules
+from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn
 from fzero.state import TrainState
 
@@ -150,17 +151,18 @@ class CompiledStep:
         checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
         compress: CompressionPlan,
+        held: Sequence[Held],
         drop: TokenDropping | None = None,
     ) -> None:
         self.functions = StepFunctions(
             model, plan, axis, device, rules, transforms, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
-            compress=compress, drop=drop,
+            compress=compress, held=held, drop=drop,
         )  # fmt: skip
         self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
         self.axes, self.graphs = self.functions.axes, list[Graph]()
         self._drop, self.most_graphs = drop, MOST_GRAPHS + (0 if drop is None else len(drop.lengths))
         self._axis, self._device, self._model, self._stacked = axis, device, model, stacked
-        self._stage, self._loss_fn = plan.stage, loss_fn
+        self._stage, self._loss_fn, self._held = plan.stage, loss_fn, held
         self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
         self._compiled: dict[str, list[Compiled]] = {}
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
@@ -266,7 +268,7 @@ class CompiledStep:
     def _trace(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
         functions = () if self._loss_fn is None else (self._loss_fn,)
         with in_one_graph(type(self._model).__name__):
-            traced = trace(function, arguments, self._model, self.checkpoint, functions)
+            traced = trace(function, arguments, self._model, self.checkpoint, functions, held=self._held)
         for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
             if path[0] == 0 and path[2:]:  # a dict of the state
                 unit = self._units.get(path[2])

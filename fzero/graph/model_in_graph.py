@@ -8,7 +8,7 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,9 +28,10 @@ from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
+from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.module_binding import FetchedParameters
-from fzero.runtime.own_params import enter, late, was_changed, wrong_kind
+from fzero.runtime.own_params import Substitutes, enter, kind_of, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -63,6 +64,7 @@ class ModelInGraph:
         rules: of the loss.
         mesh, ranks: on which it gathers, and runs.
         compress: what modules see of compressed parameters.
+        held: the tensors outside of the model that show its parameters and buffers.
         drop: the layers that see a part of the tokens.
         rank: of this process; of all ranks at once, `ranks` knows it.
 
@@ -82,10 +84,11 @@ class ModelInGraph:
         loss_fn: LossFn | None,
         autocast: torch.dtype | None,
         compress: CompressionPlan,
+        held: Sequence[Held],
         drop: TokenDropping | None,
         rank: int,
     ) -> None:
-        self._compress, self._device = compress, device
+        self._compress, self._device, self._held = compress, device, held
         self._drop, self._rank, self._num_micro_steps, self.length = drop, rank, plan.num_micro_steps, 0
         self._rules, self._graph, self._ranks = rules, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
@@ -242,10 +245,10 @@ class ModelInGraph:
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
-        given = self._named(tensors)
+        given, kinds = self._named(tensors), {name: kind_of(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)
-        with self._reads_from(tensors, see):
+        with self._reads_from(tensors, see, lambda name: given[f"model.{name}"]):
             loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
@@ -254,9 +257,9 @@ class ModelInGraph:
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
             now = given[f"model.{name}"]  # functional_call leaves the tensor here that the model assigned to the buffer
+            if kinds[name] != kind_of(now):
+                raise wrong_kind(name, kinds[name], kind_of(now))
             if now is not buffer_:
-                if (now.shape, now.dtype) != (buffer_.shape, buffer_.dtype):
-                    raise wrong_kind(name, buffer_, now)
                 buffer_.copy_(now.detach())
         return loss, weight
 
@@ -274,17 +277,21 @@ class ModelInGraph:
             return
         see = self._see(tensors, n)
         with (
-            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see),
+            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see, tensors.__getitem__),
             self._seeing(see, n, numbers[2]),
         ):  # fmt: skip
             yield
 
     @contextmanager
-    def _reads_from(self, tensors: Mapping[str, Tensor], see: See) -> Iterator[None]:
-        """In the body, the module's own parameters are read as `tensors`, or as `see` gives them."""
-        own = {id(param): param for param in self._module.parameters()}
+    def _reads_from(self, tensors: Mapping[str, Tensor], see: See, buffer: See) -> Iterator[None]:
+        """In the body, the module's own parameters are read as `tensors`, or as `see` gives them; held buffers by `buffer`."""
+        own: dict[int, Tensor] = {id(param): param for param in self._module.parameters()}
         names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
-        leave = enter(own, names, lambda name: see(name) if name in self._compress.params else tensors[name])
+
+        def fetch(name: str) -> Tensor:
+            return see(name) if name in self._compress.params else tensors[name]
+
+        leave = enter(Substitutes.of(own, names, fetch, buffer, self._held))
         try:
             yield
         finally:

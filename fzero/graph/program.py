@@ -17,6 +17,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked
+from fzero.compression.plan import CompressionPlan
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
@@ -28,7 +29,7 @@ from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
-from fzero.storage.shard_io import ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -60,7 +61,10 @@ class GraphProgram:
         until: Literal["gradients", "update"] | None = None,
     ) -> Self:
         """The program of a step; `until` None is the gradients where the updated state lives off the device."""
-        if run.checkpointing.names and run.checkpointing.moves is not None:
+        checkpoint, moves = (
+            ((), None) if run.checkpointing is None else (run.checkpointing.names, run.checkpointing.moves)
+        )
+        if checkpoint and moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
@@ -85,7 +89,8 @@ class GraphProgram:
         compiled = CompiledStep(
             run.recipe.model, run.plan, axis, run.device, run.rules, transforms,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=run.checkpointing.names, stacked=stacked, compress=run.recipe.compress, drop=run.recipe.drop,
+            checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
+            held=run.recipe.held or (),
         )  # fmt: skip
         return cls(compiled, hyper, until, stacked)
 

@@ -13,7 +13,7 @@ ranks, A micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -34,6 +34,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, StepRules, finish, norm_parts
+from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, agreed_buffers, range_places
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
@@ -69,6 +70,7 @@ class StepFunctions:
         autocast: torch.dtype | None,
         stacked: Stacked | None,
         compress: CompressionPlan,
+        held: Sequence[Held] = (),
         drop: TokenDropping | None = None,
     ) -> None:
         self._device = device
@@ -79,7 +81,7 @@ class StepFunctions:
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
         self._transforms = transforms
         how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress, "drop": drop}
-        how["rank"] = axis.rank
+        how |= {"held": held, "rank": axis.rank}
         self._ranges = compress.ranges
         self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
 

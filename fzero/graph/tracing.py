@@ -21,7 +21,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -40,8 +40,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
+from fzero.runtime.held_tensors import Held
 from fzero.runtime.module_binding import attributes_kept
-from fzero.runtime.own_params import StandIn, late
+from fzero.runtime.own_params import HeldStandIn, StandIn, late
 
 _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
@@ -104,6 +105,8 @@ def trace(
     model: nn.Module,
     regions: Sequence[str] = (),
     reads: Sequence[Callable[..., Any]] = (),
+    *,
+    held: Sequence[Held] = (),
 ) -> Traced:
     """Traces `function(*arguments)`. Nothing changes: not the arguments, not the model, no random state.
 
@@ -112,11 +115,12 @@ def trace(
         model: the module whose attributes the function may read and set.
         regions: names of modules whose operators are marked for `fzero.graph.remat`.
         reads: further functions of the user, whose globals and closures are guarded.
+        held: the tensors that the function substitutes itself, also where they are attributes.
 
     Raises:
         ImpureError: the function draws random numbers of Python or NumPy, or keeps a tensor where a graph cannot put it.
     """
-    tracing = _Tracing(function, arguments, model)
+    tracing = _Tracing(function, arguments, model, {id(each.tensor()) for each in held})
     with ExitStack() as stack:
         stack.enter_context(_ONE_AT_A_TIME)
         stack.enter_context(attributes_kept(model))
@@ -137,7 +141,9 @@ def trace(
 class _Tracing:
     """One trace: its inputs, what it runs, and what it found."""
 
-    def __init__(self, function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module) -> None:
+    def __init__(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], model: nn.Module, held: Collection[int]
+    ) -> None:
         self.function, self.model = function, model
         self.leaves, self.treespec = optree.tree_flatten(arguments, none_is_leaf=True)
         paths = optree.treespec_paths(self.treespec)
@@ -147,7 +153,8 @@ class _Tracing:
             for name, module in model.named_modules()
             for key in vars(module)
         )
-        self.attributes = [x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)]
+        tensors = [x for x in own if isinstance(x.get(), Tensor) and not isinstance(x.get(), nn.Parameter)]
+        self.attributes = [x for x in tensors if id(x.get()) not in held]
         self.inputs = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
         self.inputs += [place.get() for place in self.attributes]
 
@@ -209,7 +216,7 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _stand_in(self, x: Any) -> Any:
-        if type(x) not in (Tensor, nn.Parameter, StandIn):
+        if type(x) not in (Tensor, nn.Parameter, StandIn, HeldStandIn):
             return x
         if id(x) not in self.held:
             proxies, fakes = get_proxy_mode(), detect_fake_mode()

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fzero.comms import collectives
-from fzero.comms.axes import CollectiveError, observed
+from fzero.comms.axes import observed
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.pipeline.cut_backward import cut_backward
@@ -74,7 +74,7 @@ class PipelineProgram:
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """See `fzero.runtime.parts.forward_backward`. *Collective:* every rank."""
         stages = stages_of(run)
-        with self._sending(run):
+        with self._sending():
             window = parts.begin(run, state, measures_early=True)
             with random_state(state.rng, run.device) as rng, keyed(run.device) as seeds:
                 training = _Training(self, run, micro_batches, seeds, window)
@@ -104,7 +104,7 @@ class PipelineProgram:
         """Runs forwards alone, in evaluation mode. On the last stage the result has the outputs and the losses of this rank."""
         modes = [(module, module.training) for module in self.model.modules()]
         try:
-            with self._sending(run), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
+            with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
                 with parts.inspecting(run, state, "evaluate"):
                     self.model.eval()
@@ -126,13 +126,11 @@ class PipelineProgram:
         self.mailbox.end()
 
     @contextmanager
-    def _sending(self, run: StepRuntime) -> Iterator[None]:
+    def _sending(self) -> Iterator[None]:
         try:
             yield
-        except BaseException as error:
+        except BaseException:
             abandon(self.mailbox.abandon())
-            if isinstance(error, CollectiveError):
-                raise stages_of(run).explained(error) from error
             raise
 
 
@@ -321,7 +319,7 @@ class _Training(Passes):
     def _site(self, name: str, block: Call) -> Site:
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
-        moves = run.checkpointing.moves
+        moves = run.checkpointing.moves if run.checkpointing is not None else None
         return Site(
             name, block, slots, run.learned.moving_buffers, moves, self.window.work.recomputing, self.anchor.detach()
         )

@@ -19,14 +19,20 @@ WORDS = {
     "backward_input": "I: B of the input",
     "backward_weight": "W: B of the weights",
 }
+REDUCES = "0.75"
 MOST_LABELS = 400
 """Beyond so many events their names are left out."""
 
 
-def draw_timeline(timeline: Timeline, title: str = "") -> Figure:
+def draw_timeline(timeline: Timeline, title: str = "", *, after: Sequence[float] = ()) -> Figure:
     """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `demo`).
 
     Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
+
+    Args:
+        timeline: of one step.
+        title: "" writes the order, its seconds and its bubble.
+        after: by stage, the seconds in which it reduces gradients after its last backward.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -35,35 +41,41 @@ def draw_timeline(timeline: Timeline, title: str = "") -> Figure:
     figure = Figure(figsize=(11, 1.4 + 0.55 * order.stages), layout="constrained")
     axes = figure.subplots()
     has_labels = sum(map(len, timeline.spans)) <= MOST_LABELS
+    ends = [spans[-1].stop if spans else 0.0 for spans in timeline.spans]
+    after = after or [0.0] * order.stages
+    seconds = max(map(sum, zip(ends, after, strict=True)))
+    second, unit_of_time = (1e3, "ms") if seconds < 1 else (1.0, "s")
     for stage in lanes:
         chunks = order.chunks_of(stage)
         for event, start, stop in timeline.spans[stage]:
             shade = 1 - 0.55 * (len(chunks) - 1 - chunks.index(event.chunk)) / len(chunks)
             bar: dict[str, Any] = {"color": COLORS[event.kind], "alpha": shade, "edgecolor": "white", "linewidth": 0.5}
-            axes.barh(stage, stop - start, left=start, height=0.8, **bar)
+            axes.barh(stage, (stop - start) * second, left=start * second, height=0.8, **bar)
             if has_labels:
                 where: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 6, "color": "white"}
-                axes.text((start + stop) / 2, stage, short(event)[1:], **where)
-    _draw_stored(axes, timeline, lanes)
+                axes.text((start + stop) / 2 * second, stage, short(event)[1:], **where)
+        if any(after):
+            axes.barh(stage, after[stage] * second, left=ends[stage] * second, height=0.8, color=REDUCES)
+    _draw_stored(axes, timeline, lanes, second)
     scale, unit = scale_of(max(timeline.stored, default=0) or 1)
     ticks = [f"stage {stage}\n{timeline.stored[stage] / scale:.3g} {unit}" for stage in lanes]
     axes.set_yticks(list(lanes), ticks, fontsize=8)
     axes.invert_yaxis()
-    axes.set(xlabel="seconds", xlim=(0, timeline.seconds))
+    axes.set(xlabel=unit_of_time, xlim=(0, seconds * second))
     axes.spines[["top", "right"]].set_visible(False)
-    text = f"{order.name}, {order.micro_batches} micro-batches: {timeline.seconds:.3g} s, bubble {timeline.bubble:.1%}"
+    took = f"{seconds * second:.3g} {unit_of_time}"
+    text = f"{order.name}, {order.micro_batches} micro-batches: {took}, bubble {timeline.bubble:.1%}"
     axes.set_title(title or text, loc="left", fontsize=10, fontweight="bold")
     kinds = dict.fromkeys(span.event.kind for spans in timeline.spans for span in spans)
-    figure.legend(
-        handles=[Patch(color=COLORS[kind], label=WORDS[kind]) for kind in kinds],
-        loc="outside right upper", frameon=False, fontsize=8,
-    )  # fmt: skip
+    patches = [Patch(color=COLORS[kind], label=WORDS[kind]) for kind in kinds]
+    patches += [Patch(color=REDUCES, label="reduce of gradients")] if any(after) else []
+    figure.legend(handles=patches, loc="outside right upper", frameon=False, fontsize=8)
     return figure
 
 
-def _draw_stored(axes: Any, timeline: Timeline, lanes: Sequence[int]) -> None:
+def _draw_stored(axes: Any, timeline: Timeline, lanes: Sequence[int], second: float) -> None:
     most = max(timeline.stored, default=0)
     for stage in lanes if most else ():
         times, stored = zip(*stored_over_time(timeline, stage), strict=True)
         heights = [stage + 0.4 - 0.8 * nbytes / most for nbytes in stored]
-        axes.plot(times, heights, drawstyle="steps-post", color="black", linewidth=0.8)
+        axes.plot([time * second for time in times], heights, drawstyle="steps-post", color="black", linewidth=0.8)

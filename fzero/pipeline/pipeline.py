@@ -16,8 +16,9 @@ from typing import Any
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, AbstractAxis, Bound
+from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
 from fzero.comms.process_group import along
+from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.pipeline.execution import PipelineProgram
@@ -26,6 +27,7 @@ from fzero.pipeline.messages import Mailbox
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
+from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan
@@ -66,6 +68,18 @@ class Pipeline:
             )
         return cls(given)
 
+    def division(self, recipe: StepSpec, mesh: Mesh) -> tuple[PipelineModule, PipeOrder, Bounds]:
+        """The layers of a model, the order of its stages, and the bounds of its chunks.
+
+        Raises:
+            ValueError: the model is no list of layers, or has fewer layers than chunks.
+            OrderError: the order is wrong.
+        """
+        num_micro_batches = recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
+        order = plan_order(self.order, mesh.axis_size(PIPE), num_micro_batches)
+        model = _module_of(recipe.model, order.stages)
+        return model, order, model.partition(order.num_chunks, self.partition)
+
     def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
@@ -76,11 +90,7 @@ class Pipeline:
         """
         mesh = _checked_mesh(world)
         _check_recipe(recipe, mesh)
-        num_stages, num_data = mesh.axis_size(PIPE), mesh.axis_size(DATA)
-        num_micro_batches = recipe.cfg.batch_sizes(num_data).num_micro_steps
-        order = plan_order(self.order, num_stages, num_micro_batches)
-        model = _module_of(recipe.model, num_stages)
-        bounds = tuple(model.partition(order.num_chunks, self.partition))
+        model, order, bounds = self.division(recipe, mesh)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         chunks = order.chunks_of(axis.rank)
         layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
@@ -124,7 +134,10 @@ def _stages(
         if len(holders) > 1 and axis.rank in holders:
             ties.append(Tie(f"tied_modules.{key}", keys, holders))
     mesh = _checked_mesh(world)
-    members = [f"pipeline stage {mesh.coordinate(rank)[PIPE]} (rank {rank})" for rank in range(world.size)]
+    stage_of = [f"pipeline stage {mesh.coordinate(rank)[PIPE]}" for rank in range(world.size)]
+    if isinstance(world, ProcessAxis):
+        HERE.places = {world.global_rank(rank): stage for rank, stage in enumerate(stage_of)}
+    members = [f"{stage} (rank {rank})" for rank, stage in enumerate(stage_of)]
 
     def place(name: str) -> int:
         unit = _module_in(name)
@@ -218,8 +231,17 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if cfg.compression_training.compresses:
+    if cfg.compresses:
         raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
+    if recipe.drop is not None or cfg.drops_tokens:
+        raise ConfigError(
+            "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
+        )
+    if cfg.drops_layers:
+        raise ConfigError(
+            "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one input, got true; leave the "
+            "block out"
+        )
     if cfg.precision.stochastic_rounding:
         raise ConfigError(
             "stochastic rounding: must be off with a pipeline, whose stages would draw the same numbers, got it on"

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, CollectiveError, observed
+from fzero.comms.axes import Bound, observed
 from fzero.comms.records import CommRecord, Label
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
 from fzero.storage.file_tensor import FileTensor
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 State = TrainState[Tensor]
 
@@ -243,10 +243,6 @@ class Stages:
             return self.is_first
         copies = [tie.unit for tie in self.ties if tie.holders[0] != self.stage]
         return not any(f"{unit}{end}" in tensor for unit in copies for end in "./")
-
-    def explained(self, error: CollectiveError) -> CollectiveError:
-        """The error with the stages of the ranks."""
-        return CollectiveError(f"{self.members[self.world.rank]}: {error}\n  (ranks: {'; '.join(self.members)})")
 
 
 def _kept(grad: Any, buffer: FlatParamPlan, shard: int) -> Tensor:

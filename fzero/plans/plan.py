@@ -16,29 +16,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 from rich.console import Group
 from torch import nn
 
 from fzero.common.arguments import check_model, check_names
+from fzero.common.collector import collector_paused
 from fzero.config.config import Config, ConfigError
-from fzero.plans import traffic
 from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
-from fzero.plans.placements import GivenPlacements, Streaming, with_placements
 from fzero.plans.stages import STAGES
+from fzero.plans.streaming import Streaming
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
 from sharding import Mesh, Replicated, Sharded, TensorSpec, declaration, round_robin
 from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.plans.placements import GivenPlacements
 
 __all__ = ["FlatParamPlan", "LiveLimitError", "Plan", "UnitPlan", "plan", "starts_of"]
 
@@ -242,7 +245,9 @@ class Plan:
         Two cases are known only after the first step (`TrainStep.schedule`): a unit whose weights the backward does not need
         (an embedding) is not gathered in it, and a unit that is used in several separate places is gathered for each.
         """
-        return traffic.totals(self.sent_by_axis)
+        from fzero.plans.traffic import totals  # a step does not count what it sends
+
+        return totals(self.sent_by_axis)
 
     @property
     def sent_by_axis(self) -> dict[str, dict[str, int]]:
@@ -251,19 +256,24 @@ class Plan:
         A reduce-scatter over `"data"` and then `"node"` sends P(L-1)/L along the first and P/L · (N-1)/N along the second, and
         so does the all-gather over both; an all-reduce sends twice that.
         """
-        return self._sent(traffic.in_elements, self.comm_hooks)
+        return self._sent("elements", self.comm_hooks)
 
     @property
     def sent_nbytes_by_axis(self) -> dict[str, dict[str, int]]:
         """`sent_by_axis` in bytes, after the compression of the comm hooks."""
-        return self._sent(traffic.in_bytes, self.comm_hooks)
+        return self._sent("bytes", self.comm_hooks)
 
     @property
     def sent_nbytes_per_step(self) -> dict[str, int]:
         """The bytes that one rank sends to the others in a step, by collective, padding included."""
-        return traffic.totals(self.sent_nbytes_by_axis)
+        from fzero.plans.traffic import totals
 
-    def _sent(self, size: traffic.Size, hooks: CommHooks) -> dict[str, dict[str, int]]:
+        return totals(self.sent_nbytes_by_axis)
+
+    def _sent(self, what: Literal["elements", "bytes"], hooks: CommHooks) -> dict[str, dict[str, int]]:
+        from fzero.plans import traffic
+
+        size = traffic.in_elements if what == "elements" else traffic.in_bytes
         return traffic.sent_by_axis(self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size)
 
     def __rich__(self) -> Group:
@@ -276,7 +286,7 @@ class Plan:
             *report.traffic_lines(self.sent_by_axis, self.mesh),
         ]
         if self.comm_hooks:
-            exact = self._sent(traffic.in_bytes, CommHooks())
+            exact = self._sent("bytes", CommHooks())
             lines += report.hook_lines(self.comm_hooks, self.sent_nbytes_by_axis, exact)
         return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
 
@@ -286,6 +296,7 @@ class Plan:
         return as_text(self)
 
 
+@collector_paused()
 def plan(
     model: nn.Module,
     cfg: Config | Any,
@@ -357,8 +368,12 @@ def plan(
     )
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
-    unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
-    hooks = comm_hooks_of(cfg.zero_optimization, mesh, gather_hook, reduce_hook)
+    zero = cfg.zero_optimization
+    if any(given is not None for given in (placements, zero.offload_optimizer, zero.offload_param)):
+        from fzero.plans.placements import with_placements  # a plan on the device does not load it
+
+        unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
+    hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)

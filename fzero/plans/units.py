@@ -1,6 +1,7 @@
 """The units of a model: parameters that are gathered, reduced and released together.
 
-1. A block is a unit. Blocks are the modules that the user names, or the repeated modules (members of a `ModuleList`).
+1. A block is a unit. Blocks are the modules that the user names, or the repeated modules (members of a `ModuleList`, alike ones
+   of a `ModuleDict`).
 2. Modules between blocks are joined into units no larger than the largest block.
 """
 
@@ -76,20 +77,26 @@ def _by_module(names: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
-    """The outermost repeated modules: members of a ModuleList, and of a Sequential that repeats one.
+    """The outermost repeated modules: members of a ModuleList, and of a Sequential or a ModuleDict that repeats one.
 
     A container that is never called (a list in a list) is no block. A Sequential inside a Sequential is a block only where
-    a sibling is made of the same classes: in (embedding, stack, head) the members of the stack are the blocks.
+    a sibling is made of the same classes: in (embedding, stack, head) the members of the stack are the blocks. A member of a
+    ModuleDict is one where a sibling has its class, and where it repeats nothing larger than a layer: experts are blocks, and
+    an encoder beside a decoder, or the two embeddings of a GPT-2, are not.
     """
     children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
     counts = Counter(_kind_of(child) for _, child in children)
     is_list = isinstance(model, nn.ModuleList)
     most = max((count for kind, count in counts.items() if kind not in _CONTAINERS), default=0)
     repeats = isinstance(model, nn.Sequential) and most > 1
+    classes = Counter(type(child) for _, child in children) if isinstance(model, nn.ModuleDict) else {}
     blocks = []
     for name, child in children:
         if isinstance(child, _CONTAINERS):
             is_block = False
+        elif classes:
+            parts = [child.get_submodule(part) for part in _repeated_blocks(child)]
+            is_block = classes[type(child)] > 1 and not _is_layer(child) and all(map(_is_layer, parts))
         elif isinstance(child, nn.Sequential):
             is_block = len(children) > 1 if is_list else repeats and counts[_kind_of(child)] > 1
         else:
@@ -100,6 +107,11 @@ def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 """Containers without a forward."""
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether no parameters are in modules inside of it."""
+    return not any(map(_has_params, module.children()))
 
 
 def _kind_of(module: nn.Module) -> Any:

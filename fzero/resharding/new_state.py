@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from fzero.plans.param_groups import UserTransform
-from fzero.plans.placements import SUB_GROUP
+from fzero.plans.streaming import SUB_GROUP
 from fzero.resharding.tensors import Sources
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import FilePart, in_memory, kept, part_of
-from fzero.storage.shard_io import Leaf, updated_part
+from fzero.storage.file_tensor import FilePart, Leaf, in_memory, kept
+from fzero.storage.shard_transfer import part_of, updated_part
 from fzero.storage.state_files import StateFiles
 
 Numbers = dict[str, float | int]

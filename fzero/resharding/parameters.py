@@ -18,8 +18,8 @@ from fzero.comms.failures import meet
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import in_memory, part_of
-from fzero.storage.shard_io import own_shard
+from fzero.storage.file_tensor import in_memory
+from fzero.storage.shard_transfer import own_shard, part_of
 from fzero.verbs import gather_flat, start_reduce_scatter_grads
 from sharding import Replicated, Sharded, TensorSpec
 from sharding.views import torch_dtype, unflatten

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind, check_no_inference
 from fzero.runtime.file_agreement import agree, files_of
-from fzero.runtime.offload import QUANTITIES
 from fzero.simulation import LockstepRanks
-from fzero.state import TrainState
+from fzero.state import QUANTITIES, TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles
 

@@ -21,6 +21,7 @@ from itertools import chain
 
 import torch
 
+from fzero.common.collector import collector_paused
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.resharding.tensors import (
@@ -196,6 +197,7 @@ class ReshardPlan:
         return "\n".join([self.title, head, *rows])
 
 
+@collector_paused()
 def plan_reshard(
     old: Plan, new: Plan, *, places: Sequence[JobRank] | None = None, rng: Mapping[str, TensorSpec] | None = None
 ) -> ReshardPlan:

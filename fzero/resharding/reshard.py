@@ -33,8 +33,7 @@ from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks, stacked, unstacked
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import StoreError, handles_of
-from fzero.storage.shard_io import Leaf
+from fzero.storage.file_tensor import Leaf, StoreError, handles_of
 from fzero.storage.state_files import StateFiles
 from sharding.views import torch_dtype
 

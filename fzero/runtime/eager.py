@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -45,7 +45,10 @@ from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
-from fzero.storage.shard_io import Leaf, ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
 
 
 class ForwardBackward:

@@ -20,7 +20,7 @@ from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.runtime.loss import LossRules, is_agreed, mean_of
 from fzero.runtime.update import Hyper
 from fzero.state import Metrics, TrainState
-from fzero.storage.shard_io import ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.runtime.own_params import address
+from fzero.runtime.held_tensors import address
 from fzero.runtime.seen_params import SeenParams
-from fzero.storage.shard_io import Leaf, ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer
 from fzero.verbs import start_gather
 from sharding.views import unflatten
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
 
 
 class SavedView(NamedTuple):

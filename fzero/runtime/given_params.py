@@ -18,7 +18,7 @@ from torch import Tensor
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
 from fzero.runtime.forwards import Forward
-from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, was_changed
+from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, pass_as_parameter, was_changed
 from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
 from sharding.views import unflatten
 
@@ -146,7 +146,7 @@ class GivenParams:
                 for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
             ]
         for name, leaf in leaves.items():
-            leaf._is_param, leaf.fzero_name = True, name  # type: ignore[attr-defined]  # isinstance(leaf, nn.Parameter)
+            pass_as_parameter(leaf, name)
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, unit, leaves)

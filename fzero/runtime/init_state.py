@@ -21,21 +21,19 @@ from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
-from fzero.compression.plan import is_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload import QUANTITIES, Offload
 from fzero.runtime.own_params import full_values
+from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
-from fzero.state import TrainState
-from fzero.storage.file_tensor import in_memory
-from fzero.storage.shard_io import Leaf, updated_part
+from fzero.state import QUANTITIES, TrainState
+from fzero.storage.shard_transfer import to_device, updated_part
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
 if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
     from fzero.storage.state_files import StateFiles
 
 InitFn = Callable[[nn.Module], object]
@@ -47,7 +45,7 @@ class StateBuilder:
 
     recipe: StepSpec
     plan: Plan
-    offload: Offload
+    offload: StateMemory
     updater: Updater
     rank: int
     device: torch.device
@@ -58,7 +56,7 @@ class StateBuilder:
         Args:
             params, init_fn: see `given` and `init_fn` of `values`.
         """
-        world = mesh.world
+        world, compress = mesh.world, self.recipe.compress
         if params is not None:
             _check_names(self.recipe.model, params)
         files = self.offload.make_files(world)
@@ -70,7 +68,7 @@ class StateBuilder:
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
-            masks |= self.recipe.compress.first_masks(values)
+            masks |= {} if compress is None else compress.first_masks(values)
             del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
         found |= {name: mask for name, mask in masks.items() if not found[name].any()}
@@ -78,8 +76,7 @@ class StateBuilder:
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
         }
-        if files is not None:
-            agree(files, world)
+        self.offload.agree_on(state, world)
         return self._state(state, buffers, world.rank)
 
     def blank(self, rank: int, files: StateFiles | None = None) -> TrainState[Tensor]:
@@ -112,8 +109,8 @@ class StateBuilder:
         optimizer = {}
         for buffer in self.plan.flat_buffers:
             if buffer.trainable:
-                values_S = in_memory(self.updated(buffer, params, master, rank)).to(self.device)
-                param = in_memory(params[buffer.key]).to(self.device) if self.offload.joins(buffer) else values_S
+                values_S = to_device(self.updated(buffer, params, master, rank), self.device)
+                param = to_device(params[buffer.key], self.device) if self.offload.joins(buffer) else values_S
                 optimizer[buffer.key] = self._first(buffer, param, values_S, files)["optimizer"]
         return optimizer
 
@@ -200,9 +197,7 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and (
-                extra := self.recipe.compress.first_extra(name, own)
-            ) is not None:
+            elif (given is not None or own.is_meta) and (extra := self._extra(name, own)) is not None:
                 values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
@@ -213,6 +208,11 @@ class StateBuilder:
                     initialised[prefix] = _initialise(module, prefix, init_fn, self.recipe.seed, self.device)
                 values[name] = initialised[prefix][name]
         return values
+
+    def _extra(self, name: str, like: Tensor) -> Tensor | None:
+        """The first value of a tensor that compression adds."""
+        compress = self.recipe.compress
+        return None if compress is None else compress.first_extra(name, like)
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The initial states of the comm hooks of reductions, by flat buffer and axis."""
@@ -277,6 +277,8 @@ def _initialise(
             filled = {**module._parameters, **module._buffers}
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
+    from fzero.compression.plan import is_added  # for a model on meta alone
+
     dot = f"{prefix}." if prefix else ""
     values = {dot + k: tensor.detach() for k, tensor in filled.items() if tensor is not None and not is_added(k)}
     for name, tensor in values.items():

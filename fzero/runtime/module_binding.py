@@ -22,7 +22,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
-from fzero.runtime.own_params import Fetch, check_no_hooks, late, wrong_kind
+from fzero.runtime.held_tensors import Held
+from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, wrong_kind
 
 
 class FetchedParameters(dict[str, Any]):
@@ -99,8 +100,8 @@ class _Place(NamedTuple):
 class Binding:
     """`bound` for a model and its aliases, which reads the tree of modules once, and again when that has changed."""
 
-    def __init__(self, model: nn.Module, aliases: dict[str, str]) -> None:
-        self._model, self._aliases = model, aliases
+    def __init__(self, model: nn.Module, aliases: dict[str, str], held: Sequence[Held] = ()) -> None:
+        self._model, self._aliases, self._held = model, aliases, held
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
 
@@ -123,35 +124,38 @@ class Binding:
         hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
         slots: list[_BufferSlot] = []
         names_of: dict[int, str] = {}  # by the identity of the module's own parameter
-        own_by_id: dict[int, nn.Parameter] = {}
-        lister, listers, leave = _lister(names_of, self._tied, fetch), list[nn.Module](), None
+        own_by_id: dict[int, Tensor] = {}
+        lister, leave = _lister(names_of, self._tied, fetch), None
+        listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
             for place, own_parameters, own_buffers in found:
                 names = self._own_names(place, own_parameters, names_of, own_by_id) if own_parameters else {}
                 attributes = place.module.__dict__
                 attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
                 if place.lists:
+                    listers.append((place.module, attributes.get("named_parameters")))
                     attributes["named_parameters"] = MethodType(lister, place.module)
-                    listers.append(place.module)
                 attributes["_buffers"] = dict(own_buffers)
                 if own_buffers:
                     slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
-            leave = own_params.enter(own_by_id, names_of, fetch)
+            leave = own_params.enter(self._substitutes(own_by_id, names_of, fetch, slots))
             yield
             for place, _, own_buffers in found:
                 _check_slots(place.module, place.prefix, own_buffers)
             if any(place.module._modules != place.children for place in places):
                 _check_places(self._model, places)
             for slot in slots:
-                _check_same_kind(slot.name, slot.before, slot.now)
+                slot.check_kind()
         finally:
             if leave is not None:
                 leave()
             for slot in slots:
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:
                     buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
-            for module in listers:
+            for module, own_lister in listers:
                 del module.__dict__["named_parameters"]
+                if own_lister is not None:
+                    module.__dict__["named_parameters"] = own_lister
             for place, own_parameters, own_buffers in found:
                 module = place.module
                 if module._non_persistent_buffers_set:
@@ -162,8 +166,16 @@ class Binding:
             for module, own_weights, own_refs in flat_weights:
                 module._flat_weights, module._flat_weight_refs = own_weights, own_refs
 
+    def _substitutes(
+        self, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, slots: Sequence[_BufferSlot]
+    ) -> Substitutes:
+        """Those for the own parameters, and for what code holds of them and of the buffers in these slots."""
+        bound_here = {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
+        held = [each for each in self._held if not each.is_buffer or each.name in bound_here]
+        return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
+
     def _own_names(
-        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, nn.Parameter]
+        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, Tensor]
     ) -> dict[str, str]:
         """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
         full, names = place.names, dict[str, str]()
@@ -187,10 +199,24 @@ class _BufferSlot(NamedTuple):
     key: str
     name: str
     before: Tensor | None
+    kind: Kind
+    """Of `before`, when it was bound."""
 
     @property
     def now(self) -> Tensor | None:
         return self.of_module.get(self.key)
+
+    @property
+    def present(self) -> Tensor:
+        """`now`, for a buffer that the forward must not remove."""
+        if (now := self.now) is None:
+            raise wrong_kind(self.name, self.kind, None)
+        return now
+
+    def check_kind(self) -> None:
+        """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
+        if self.kind != (now := kind_of(self.now)):
+            raise wrong_kind(self.name, self.kind, now)
 
 
 def _bind_buffers(
@@ -203,12 +229,12 @@ def _bind_buffers(
         if is_cache and name not in buffers:
             continue  # it belongs to the module, like an attribute
         if buffer is None:
-            yield _BufferSlot(module._buffers, key, dot + key, None)
+            yield _BufferSlot(module._buffers, key, dot + key, None, None)
             continue
         if name not in buffers:
             raise late("buffer", name)
         module._buffers[key] = buffers[name]
-        yield _BufferSlot(module._buffers, key, name, buffers[name])
+        yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
 
 
 def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
@@ -246,12 +272,6 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
                 for key, own in dict.items(slots):
                     if own is not None:
                         raise late(kind, f"{prefix}.{key}")
-
-
-def _check_same_kind(name: str, before: Tensor | None, now: Tensor | None) -> None:
-    """Raises ValueError where a forward has assigned None, or another shape or dtype, to a buffer."""
-    if now is not before and (now is None or before is None or (now.shape, now.dtype) != (before.shape, before.dtype)):
-        raise wrong_kind(name, before, now)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -27,40 +27,38 @@ from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload_leaves import Leaves, Parts, Update, leaves_of, long_tensors, to_host, with_long
-from fzero.state import TrainState
+from fzero.runtime.offload_leaves import Leaves, leaves_of, long_tensors, to_host, with_long
+from fzero.runtime.state_memory import Parts, Place, StateMemory
+from fzero.state import QUANTITIES, TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
-from fzero.storage.file_tensor import FileSpec, FileTensor, handles_of, renewed
-from fzero.storage.shard_io import BufferPool, Leaf, ShardTransfer, own_shard
+from fzero.storage.file_tensor import FileSpec, FileTensor, Leaf, handles_of, renewed
+from fzero.storage.shard_io import MovingTransfer
+from fzero.storage.shard_transfer import BufferPool, own_shard
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
+    from fzero.runtime.update import Update
     from fzero.storage.state_files import FilePlan, StateFiles
     from fzero.storage.stream import Mover, Streamed, SubGroup
 
-Place = Literal["here", "host", "nvme"]
-"""Memory as the device sees it: its own memory, host memory if that is different, or a file."""
 
-QUANTITIES = ("params", "grads", "master", "optimizer")
-"""The parts of a state that are kept by flat buffer."""
-
-_OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
-
-
-class Offload:
-    """Creates, updates and moves the flat buffers of a plan whose model is on `device`."""
+class Offload(StateMemory):
+    """Creates, updates and moves the flat buffers of a plan whose model is on `device`, and some of whose state is not."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.device, self._streaming = device, plan.streaming
+        super().__init__(plan, device)
+        self._streaming = plan.streaming
         self._leaves = {b.key: leaves_of(plan, b) for b in plan.flat_buffers}
-        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
         self._files: FilePlan = {
             name: (home.placement.path, FileSpec(home.numel, home.dtype))
             for leaves in self._leaves.values()
             for name, home in leaves.homes.items()
             if home.placement.path is not None
         }
+        self.has_files = bool(self._files)
+        used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
+        self.passes_use_files = any(name in self._files for name in used)
         self._away = {
             key for key, leaves in self._leaves.items() if not all(self._is_here(leaves, name) for name in leaves.homes)
         }
@@ -79,22 +77,10 @@ class Offload:
         self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
         self._staged_nbytes = staged_from_files(plan)
 
-    @property
-    def has_files(self) -> bool:
-        """Whether any tensor lives in a file."""
-        return bool(self._files)
-
-    @property
-    def passes_use_files(self) -> bool:
-        """Whether a forward or backward reads or writes files."""
-        used = (name for leaves in self._leaves.values() for name in (leaves.param, leaves.grad))
-        return self.has_files and any(name in self._files for name in used)
-
     def transfer(
         self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
-    ) -> ShardTransfer:
-        """The transfer of one forward-backward: loads shards of parameters and writes gradients, which it may `measure`."""
-        return ShardTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
+    ) -> MovingTransfer:
+        return MovingTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         """During the backward, starts to read the next update's first sub-groups (without gradients), as many as have room.
@@ -114,12 +100,6 @@ class Offload:
                 for name in names:
                     files.prefetch(name, group.start, group.stop)
                 rest -= 1
-
-    def kind(self, placement: Placement) -> Place:
-        """The memory of a tensor with this placement."""
-        if placement.kind == "device":
-            return "here"
-        return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
 
     def _is_here(self, leaves: Leaves, name: str) -> bool:
         return self._is_at("here", leaves, name)
@@ -206,19 +186,8 @@ class Offload:
         state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
         self._init_streamed(buffer, files, found, values_S, state, make())
         parts = {"params": made.get(leaves.param, param), "optimizer": with_long(state, leaves, found)}
-        parts["grads"] = made[leaves.grad] if leaves.grad in made else self._zeros(leaves)
+        parts["grads"] = made[leaves.grad] if leaves.grad in made else self._zeros(buffer)
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
-
-    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
-        """Like `init`, but with all tensors on the device, whatever their placements."""
-        parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
-        if not buffer.trainable:
-            return parts
-        return parts | {"grads": self._zeros(self._leaves[buffer.key]), "optimizer": make().init(values_S)}
-
-    def _zeros(self, leaves: Leaves) -> Tensor:
-        home = leaves.homes[leaves.grad]
-        return torch.zeros(home.numel, dtype=torch_dtype(home.dtype), device=self.device)
 
     def _init_streamed(
         self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
@@ -244,35 +213,7 @@ class Offload:
         return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        """Raises unless each tensor of a state lives where its spec says, and its files are good.
-
-        Raises:
-            ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
-            StoreError: the state is stale, or its files are broken.
-        """
-        devices = {kind: self._device_of(self.kind(Placement(kind))) for kind in ("device", "host")}
-        is_cpu = not self._files and self.device.type == "cpu"
-        if is_cpu and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves):
-            return  # the usual case at once
-        for name, leaf, spec in zip(names, leaves, specs, strict=True):
-            in_file = isinstance(leaf, FileTensor)
-            if in_file != (spec.placement.kind == "nvme"):
-                raise ValueError(
-                    f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; move the state there with "
-                    f"fzero.place(state, step)"
-                    if in_file
-                    else f"{name}: must live in a file in this step, got a tensor in memory; move the state there with "
-                    f"fzero.place(state, step)"
-                )
-            if in_file:
-                leaf.check()
-            elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
-                expected = devices[spec.placement.kind]
-                if leaf.device.type != expected.type:
-                    raise ValueError(
-                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; move the state there with "
-                        f"fzero.place(state, step)"
-                    )
+        super().check(names, leaves, specs)
         files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None) if self._files else None
         if files is not None and not self._has_room(files):
             raise ValueError(
@@ -280,6 +221,11 @@ class Offload:
                 "step with other streaming (sub_group_size, buffer_count, checksums, pipeline_read, pipeline_write); move "
                 "the state there with fzero.place(state, step)"
             )
+
+    def agree_on(self, tree: Any, world: Bound) -> None:
+        """Raises a StoreError on every rank if the files of one rank have failed. *Collective* where there are files."""
+        if self.has_files:
+            agree(next(handle.files for handle in handles_of(tree)), world)
 
     def step(
         self,
@@ -328,7 +274,7 @@ class Offload:
 
         A file error does not raise here. The rank continues with zeros, because the others wait for its part of the sums.
         """
-        transfer, rest = ShardTransfer(self.device, scratch), deque(updates)
+        transfer, rest = MovingTransfer(self.device, scratch), deque(updates)
         while rest:
             update = rest.popleft()
             buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)

@@ -1,26 +1,21 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
 
-`Update` is one flat buffer to be updated. An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
+An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
 live where the plan places them, and are replaced by name (`with_long`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.pending import Pending
-from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.storage.shard_io import Leaf
+from fzero.storage.file_tensor import Leaf
 from sharding.specs import Placement
-
-Parts = dict[str, Any]
-"""One flat buffer's part of a state: `params`, `grads`, `master` and `optimizer`, where it has them."""
 
 
 class Home(NamedTuple):
@@ -55,26 +50,6 @@ class Leaves(NamedTuple):
     def names(self) -> tuple[str, ...]:
         """The tensors that an update reads and writes, except the gradient and the model's parameters."""
         return (self.updated, *self.longs)
-
-
-Join = Callable[..., Pending]
-"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
-
-
-class Update(NamedTuple):
-    """One flat buffer to be updated."""
-
-    buffer: FlatParamPlan
-    grad: Leaf
-    """This rank's gradient (S)."""
-    master: Leaf
-    """The tensor to update: a shard of the parameters if there is no master."""
-    state: Any
-    transform_at: Callable[..., Transform]
-    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
-    param: Leaf
-    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
-    join: Join
 
 
 def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:

@@ -23,7 +23,7 @@ from fzero.runtime.loss import check_rows
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""

@@ -2,21 +2,25 @@
 
 Code may hold a parameter outside `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
 (`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
-is gathered and trained like any other. Some uses cannot be intercepted in Python. They raise when the step is made
-(`check_tensors`: TorchScript modules, memory that two tensors share) or after the first backward (`OwnGrads`).
+is gathered and trained like any other. The same holds for a tensor that shares a parameter's memory (`held_tensors`). Some uses
+cannot be intercepted in Python. They raise when the step is made (`check_tensors`: TorchScript modules, memory that two tensors
+share) or after the first backward (`OwnGrads`).
 The module must not change between the making of a state from it and the state's first use (`Origin`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import optree
 import torch
 from torch import Tensor, nn
+
+from fzero.runtime.held_tensors import Held, address
+from fzero.runtime.tensor_uses import called, needs_values
 
 Fetch = Callable[[str], Tensor]
 
@@ -25,16 +29,64 @@ class ParameterError(ValueError):
     """The model uses its parameters in a way that a step does not support."""
 
 
-class _Bound(NamedTuple):
-    """One binding of a module by a thread: the names of its own parameters by identity, and the function for their values."""
+class Substitutes(NamedTuple):
+    """Present values for the tensors of a module.
 
-    thread: int
+    Attributes:
+        own: the tensors that are substituted, by identity.
+        names: the names of the module's own parameters, by identity.
+        fetch: the value of a parameter, by name; see `module_binding.bound`.
+        buffer: the value of a buffer, by name.
+        held: what the other tensors in `own` show of parameters and buffers.
+    """
+
+    own: Mapping[int, Tensor]
     names: Mapping[int, str]
     fetch: Fetch
+    buffer: Fetch
+    held: Mapping[int, Held] = {}
+
+    @classmethod
+    def of(
+        cls, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, buffer: Fetch, held: Iterable[Held]
+    ) -> Self:
+        """Adds to `own` the tensors of `held` that are still alive."""
+        alive = [(x, each) for each in held if (x := each.tensor()) is not None and id(x) not in own]
+        own.update((id(x), x) for x, _ in alive)
+        return cls(own, names, fetch, buffer, {id(x): each for x, each in alive})
+
+    def value_of(self, x: Tensor) -> Tensor:
+        """The present value of one of the tensors."""
+        held = self.held.get(id(x))
+        if held is None:
+            return self.fetch(self.names[id(x)])
+        name = self.names.get(id(held.owner()), held.name)  # a stage of a pipeline has names of its own
+        return held.of(self.buffer(name) if held.is_buffer else self.fetch(name))
+
+
+class _Bound(NamedTuple):
+    """One binding of a module by a thread."""
+
+    thread: int
+    substitutes: Substitutes
 
 
 _BOUND: list[_Bound] = []
 """Innermost last. Ranks in lockstep are threads that share parameters, and each has its own values."""
+
+
+class HeldStandIn(Tensor):
+    """A plain tensor that shows a parameter or buffer of a module while the module is bound."""
+
+    def __new__(cls, data: Tensor, requires_grad: bool = False) -> Tensor:  # type: ignore[misc]
+        return data.detach().requires_grad_(requires_grad)  # a copy is an ordinary tensor
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if needs_values(func, args, kwargs) or called(func)[1] == "detach":
+            return with_present(func, args, kwargs or {})
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class StandIn(nn.Parameter):
@@ -64,13 +116,13 @@ def is_bound(tensor: Any) -> bool:
 
 
 def _present(x: Any) -> Any:
-    bound = _bound_with(x) if isinstance(x, nn.Parameter) else None
-    return x if bound is None else bound.fetch(bound.names[id(x)])
+    bound = _bound_with(x) if isinstance(x, nn.Parameter | HeldStandIn) else None
+    return x if bound is None else bound.substitutes.value_of(x)
 
 
 def _bound_with(x: Any) -> _Bound | None:
-    """The innermost binding of a parameter: by this thread, or by any thread if this is a thread of autograd (on CUDA)."""
-    found = [bound for bound in _BOUND if id(x) in bound.names]
+    """The innermost binding of a tensor: by this thread, or by any thread if this is a thread of autograd (on CUDA)."""
+    found = [bound for bound in _BOUND if id(x) in bound.substitutes.own]
     if not found:
         return None
     is_autograd = isinstance(threading.current_thread(), threading._DummyThread)
@@ -78,29 +130,42 @@ def _bound_with(x: Any) -> _Bound | None:
     return mine[-1] if mine else None
 
 
-def enter(own: Mapping[int, nn.Parameter], names: Mapping[int, str], fetch: Fetch) -> Callable[[], None]:
-    """Substitutes the tensors of `fetch` for a module's own parameters; returns a function that ends the substitution.
+_STAND_INS: dict[type, type] = {nn.Parameter: StandIn, Tensor: HeldStandIn}
+_PLAIN = {stand_in: plain for plain, stand_in in _STAND_INS.items()}
 
-    Args:
-        own: the parameters by identity.
-        names: their names for `fetch`, by identity.
-        fetch: see `module_binding.bound`.
-    """
-    mine = _Bound(threading.get_ident(), names, fetch)
+
+def enter(substitutes: Substitutes) -> Callable[[], None]:
+    """Substitutes present values for tensors of a module; returns a function that ends the substitution."""
+    mine = _Bound(threading.get_ident(), substitutes)
     _BOUND.append(mine)
-    for param in own.values():
-        if type(param) is nn.Parameter:  # a subclass has rules of its own
-            param.__class__ = StandIn
+    for x in substitutes.own.values():
+        if type(x) in _STAND_INS:  # a subclass has rules of its own
+            x.__class__ = _STAND_INS[type(x)]
 
     def leave() -> None:
         # By identity: two bindings of one module are equal as values.
         _BOUND[:] = [bound for bound in _BOUND if bound is not mine]
-        still_bound = set().union(*(bound.names for bound in _BOUND))
-        for key, param in own.items():
-            if type(param) is StandIn and key not in still_bound:
-                param.__class__ = nn.Parameter  # type: ignore[assignment]
+        still_bound = set().union(*(bound.substitutes.own for bound in _BOUND))
+        for key, x in substitutes.own.items():
+            if type(x) in _PLAIN and key not in still_bound:
+                x.__class__ = _PLAIN[type(x)]
 
     return leave
+
+
+def pass_as_parameter(tensor: Tensor, name: str) -> None:
+    """From here on a tensor of the state passes as the module's parameter `name`: by its class, and as a leaf of autograd."""
+    if not isinstance(nn.Parameter.is_leaf, property):  # a class of its own could not pass as nn.Parameter
+        nn.Parameter.is_leaf = property(_is_leaf)  # type: ignore[assignment]
+    tensor.__class__ = nn.Parameter  # type: ignore[assignment]
+    tensor.fzero_name = name  # type: ignore[attr-defined]
+
+
+def _is_leaf(param: nn.Parameter) -> bool:
+    if "fzero_name" in param.__dict__ and torch._guards.TracingContext.try_get() is None:  # Dynamo needs the truth
+        return True
+    with torch._C.DisableTorchFunctionSubclass():  # a `StandIn` answers for itself
+        return torch._C.TensorBase.is_leaf.__get__(param)  # type: ignore[attr-defined, no-any-return]
 
 
 def as_plain(param: Any) -> Any:
@@ -194,14 +259,6 @@ def _share_elements(one: _Span, other: _Span) -> bool:
     return bool(torch.isin(places(one), places(other)).any())
 
 
-def address(tensor: Tensor) -> int:
-    """The address of the tensor's storage; -1 for a wrapper (torch.func, a subclass) or a lazy tensor, which have none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, ValueError):
-        return -1
-
-
 # --- while it runs -------------------------------------------------------------------------------------------------
 
 
@@ -223,9 +280,17 @@ def late(kind: str, name: str) -> ParameterError:
     )
 
 
-def wrong_kind(name: str, before: Tensor | None, now: Tensor | None) -> ParameterError:
+Kind = tuple[torch.Size, torch.dtype] | None
+"""A tensor's shape and dtype, or None for no tensor."""
+
+
+def kind_of(tensor: Tensor | None) -> Kind:
+    return None if tensor is None else (tensor.shape, tensor.dtype)
+
+
+def wrong_kind(name: str, before: Kind, now: Kind) -> ParameterError:
     """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
-    then, there = ("None" if x is None else f"{x.dtype} of shape {tuple(x.shape)}" for x in (before, now))
+    then, there = ("None" if kind is None else _kind_text(kind) for kind in (before, now))
     return ParameterError(
         f"buffer {name!r}: must keep its shape and dtype, or stay None, because the state is laid out when the step is "
         f"made, and the forward changed it from {then} to {there}; register it at its largest size (or run a forward that "
@@ -294,19 +359,19 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
 class Origin:
     """A module's tensors when a step is made (shape, dtype) and when a state is made from them (values).
 
-    The state has copied the values, so a change to the module before the state's first use would be lost; `leave` raises.
+    The state has copied the values, so a change to the module before the state's first step would be lost; `check` raises.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kinds = {name: (tensor.shape, tensor.dtype) for name, tensor in _tensors(model)}
+        self._kinds = {name: kind_of(tensor) for name, tensor in _tensors(model)}
         self._seen: dict[str, Tensor] = {}
-        self._is_open = True
+        self._is_open, self._checked = True, list[tuple[int, int, int]]()
 
     def look(self, *, given: bool) -> None:
         """Records the values of the tensors when a state is made from them; with `given`, it only checks their kinds."""
         self._check_kinds()
-        self._is_open, self._seen = True, {}
+        self._is_open, self._seen, self._checked = True, {}, []
         for name, x in () if given else _tensors(self._model):
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
                 self._seen[name] = bits_of(x)
@@ -316,7 +381,13 @@ class Origin:
         self._is_open, self._seen = False, {}
 
     def leave(self) -> None:
-        """Checks the module at the state's first use. Costs nothing after the first time.
+        """`check` at a state's first step, which ends the check: it costs nothing after the first time."""
+        self._checked = []
+        self.check()
+        self.close()
+
+    def check(self) -> None:
+        """Checks the module at a use of a state. It reads the values again only where PyTorch has counted a change.
 
         Raises:
             ValueError: the module has other tensors, or their values have changed since `look`.
@@ -324,6 +395,9 @@ class Origin:
         if not self._is_open:
             return
         now = self._check_kinds()
+        marks = [(id(x), x._version, address(x)) for x in now.values()]
+        if marks == self._checked:
+            return
         for name, bits in self._seen.items():
             tensor = now[name]
             if not (tensor.is_meta or torch.equal(bits_of(tensor), bits)):  # a change through .data has no count
@@ -332,11 +406,11 @@ class Origin:
                     f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
                     f"init(params=state_dict)"
                 )
-        self.close()
+        self._checked = marks
 
     def _check_kinds(self) -> dict[str, Tensor]:
         now = dict(_tensors(self._model))
-        found = {name: (tensor.shape, tensor.dtype) for name, tensor in now.items()}
+        found = {name: kind_of(tensor) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
             then, there = (_kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
@@ -347,7 +421,7 @@ class Origin:
         return now
 
 
-def _kind_text(kind: tuple[torch.Size, torch.dtype] | None) -> str:
+def _kind_text(kind: Kind) -> str:
     return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 

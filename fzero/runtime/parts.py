@@ -24,20 +24,19 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
-from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
 from fzero.runtime.own_params import OwnGrads
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import dropping, only_forward
 from fzero.state import TrainState, taken
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -106,6 +105,12 @@ def _check_state(run: StepRuntime, state: State) -> None:
     run.check_state(state)
     if run.flags is not None:
         run.flags.check()
+
+
+def _check_read(run: StepRuntime, state: State) -> None:
+    """Checks a state that is used without an update."""
+    run.check_state(state)
+    run.learned.origin.check()
 
 
 def _enter(run: StepRuntime) -> None:
@@ -280,7 +285,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.compress.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.hook_states
@@ -345,7 +350,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 
 def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
     """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
-    run.check_state(state)
+    _check_read(run, state)
     if run.stages is not None:
         return run.stages.evaluate(run, state, batch)
     meet("TrainStep.evaluate", run.mesh.world)
@@ -376,7 +381,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) ->
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     """See `TrainStep.inspect`; `kind` is its `run`."""
     check_callable("inspect", function, "a function without arguments that calls the model")
-    run.check_state(state)
+    _check_read(run, state)
     if run.plan.stage == 3:
         meet("TrainStep.inspect", run.mesh.world)
     return _inspect(run, state, function, kind)
@@ -407,7 +412,7 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
-        _with_blocks(run),
+        with_blocks(run),
         dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
@@ -433,37 +438,23 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.recipe.check_params == "always"
 
 
-def seen_params(run: StepRuntime, state: State, *, keeps: bool = False) -> SeenParams:
-    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
-    plan = run.recipe.compress
-    return SeenParams(plan, int(state.step) if plan else 0, state.buffers, units=run.plan if keeps else None)
-
-
-def quantizing(run: StepRuntime, state: State) -> Any:
-    plan = run.recipe.compress
-    if not plan.inputs:
+def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
+    if run.checkpointing is None:
         return nullcontext()
-    from fzero.compression.inputs import quantized_inputs  # a step without compression does not load it
-
-    return quantized_inputs(run.recipe.model, plan, int(state.step))
-
-
-def _with_blocks(run: StepRuntime) -> Any:
-    return run.blocks.applied(run.recipe.model) if run.blocks else nullcontext()
+    return run.checkpointing.applied(
+        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        moving=run.learned.moving_buffers,
+    )  # fmt: skip
 
 
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    model, aliases = run.recipe.model, run.plan.aliases
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
-        _with_blocks(run),
-        run.checkpointing.applied(
-            model, device=run.device, recomputing=window.work.recomputing, aliases=aliases,
-            moving=run.learned.moving_buffers,
-        ),
+        with_blocks(run),
+        _checkpointing(run, window),
         dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
     ):  # fmt: skip
         yield

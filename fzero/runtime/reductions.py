@@ -10,7 +10,7 @@ from collections import defaultdict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,12 @@ from fzero.comms.pending import Pending
 from fzero.comms.records import Label, Phase
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.storage.shard_io import Leaf, ShardTransfer, own_shard
+from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import Leaf
 
 
 @dataclass(slots=True)

@@ -12,7 +12,6 @@ from torch import Tensor
 from fzero.common.arguments import check_kind
 from fzero.plans.plan import Plan
 from fzero.state import TrainState, is_donated
-from fzero.storage.file_tensor import handles_of
 from sharding import TensorSpec
 from sharding.views import torch_dtype
 
@@ -74,6 +73,8 @@ class StateForm:
 def check_not_donated(state: TrainState[Tensor]) -> None:
     """Raises if a step took the state: the StoreError of its files if these failed, else a ValueError with the fix."""
     if is_donated(state):
+        from fzero.storage.file_tensor import handles_of  # for the error alone
+
         for handle in handles_of(state):
             handle.check()
         raise ValueError(

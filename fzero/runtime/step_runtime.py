@@ -21,22 +21,19 @@ from fzero.config.optimizers import Optimizer
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
-from fzero.runtime.activation_checkpointing import Checkpointing
 from fzero.runtime.batches import Batches
-from fzero.runtime.file_agreement import agree
 from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import Binding
-from fzero.runtime.offload import Offload
 from fzero.runtime.state_form import StateForm
+from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.file_tensor import handles_of
-from fzero.storage.shard_io import BufferPool
+from fzero.storage.shard_transfer import BufferPool
 from fzero.verbs import gather_flat
 from sharding.views import torch_dtype, unflatten
 
@@ -44,6 +41,8 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import nn
+
+    from fzero.runtime.activation_checkpointing import Checkpointing
 
 
 class Program(Protocol):
@@ -57,6 +56,8 @@ class Stages(Protocol):
 
     @property
     def world(self) -> Bound: ...
+    @property
+    def num_stages(self) -> int: ...
     @property
     def is_first(self) -> bool: ...
     @property
@@ -110,14 +111,14 @@ class StepRuntime:
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         device: where the state is, and batches must be.
         scratch: memory for gathered parameters and unreduced gradients.
-        offload: moves state that lives off the device.
+        offload: holds the state; moves what of it lives off the device.
         updater: updates flat buffers.
         rules: the rules for the end of a step: loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.
         builder: makes first states.
         form: the specs of all tensors of a state.
         learned: the findings of the first calls; shared by the step and the steps made from it by `following`.
-        checkpointing: the modules that run again in the backward.
+        checkpointing: the modules that run again in the backward, if there are any.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
         flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
         statistics: the names of the module buffers that hold running statistics.
@@ -133,14 +134,14 @@ class StepRuntime:
     bound: RankMesh | None
     device: torch.device
     scratch: BufferPool
-    offload: Offload
+    offload: StateMemory
     updater: Updater
     rules: StepRules
     batches: Batches
     builder: StateBuilder
     form: StateForm
     learned: Learned
-    checkpointing: Checkpointing
+    checkpointing: Checkpointing | None
     stored_names: dict[str, str]
     flags: FixedFlags | None
     statistics: frozenset[str]
@@ -157,7 +158,7 @@ class StepRuntime:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        if recipe.compress.extras:
+        if recipe.compress is not None and recipe.compress.extras:
             from fzero.compression.added import registered  # a step without added tensors does not load it
 
             registered(recipe.compress, recipe.model)
@@ -166,7 +167,7 @@ class StepRuntime:
             check_same(ranks, recipe.fingerprint(plan))
         recipe.check_placements(plan)
         recipe.check_compiled(plan)
-        offload, scratch = Offload(plan, device), BufferPool()
+        offload, scratch = _memory_of(plan, device), BufferPool()
         bound = None if isinstance(ranks, AbstractAxis) else RankMesh.of(ranks, plan)
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
@@ -274,7 +275,7 @@ class StepRuntime:
     @cached_property
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
-        return Binding(self.recipe.model, self.plan.aliases)
+        return Binding(self.recipe.model, self.plan.aliases, self.recipe.held or ())
 
     # --- states ----------------------------------------------------------------------------------------------------
 
@@ -286,8 +287,7 @@ class StepRuntime:
 
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
-        if self.offload.has_files:
-            agree(next(handle.files for handle in handles_of(state)), self.mesh.world)
+        self.offload.agree_on(state, self.mesh.world)
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Any]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters."""
@@ -301,3 +301,13 @@ class StepRuntime:
         shards = self.offload.transfer(self.scratch).each(list(self.weights(state).items()))
         for buffer, flat in zip(self.plan.flat_buffers, shards, strict=True):
             yield unflatten(gather_flat(flat, buffer, self.mesh), buffer.layout)
+
+
+def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
+    """The memory of a plan's state, for a model on `device`."""
+    memory = StateMemory(plan, device)
+    if all(memory.kind(placement) == "here" for placement in plan.placements.values()):
+        return memory
+    from fzero.runtime.offload import Offload  # a step whose state is on the device does not load it
+
+    return Offload(plan, device)

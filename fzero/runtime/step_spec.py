@@ -22,24 +22,24 @@ from fzero.comms.axes import Bound, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
-from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizers import Optimizer
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
-from fzero.plans.placements import GivenPlacements
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.activation_checkpointing import Checkpointing, Choice, choose_modules, host_moves
+from fzero.runtime.held_tensors import Held, find_held
 from fzero.runtime.loss import LossFn, LossRules
 from fzero.runtime.own_params import check_tensors
-from fzero.runtime.token_dropping import check_lengths
 from sharding import Mesh
 
 if TYPE_CHECKING:
+    from fzero.compression.plan import CompressionPlan
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
+    from fzero.plans.placements import GivenPlacements
+    from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
 class Pipelined(Protocol):
@@ -82,14 +82,16 @@ class StepSpec:
     """The names of the trained parameters; None takes those that require gradients. Then no `requires_grad` may change."""
     starts: Mapping[str, int] = field(default_factory=dict)
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
-    compress: CompressionPlan = field(default_factory=CompressionPlan)
-    """What modules see of compressed parameters."""
+    compress: CompressionPlan | None = None
+    """What modules see of compressed parameters; None where nothing is compressed."""
     drop: TokenDropping | None = None
     """The layers that see a part of the tokens."""
     pipeline: Pipelined | None = None
     """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
     is_stage: bool = False
     """Whether `model` is one stage of a pipeline."""
+    held: tuple[Held, ...] | None = None
+    """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
     def __post_init__(self) -> None:
         check_model(self.model)
@@ -102,12 +104,17 @@ class StepSpec:
         _check_choice("compile_backend", self.compile_backend, ("inductor", "aot_eager"))
         _check_choice("check_params", self.check_params, ("first", "always"))
         check_tensors(self.model)
-        if self.compile == "block" and self.compress.inputs:
+        if self.held is None:
+            object.__setattr__(self, "held", find_held(self.model))
+        if self.compile == "block" and self.compress is not None and self.compress.inputs:
             raise ConfigError(
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
                 "compiled in every step, got it on; pass compile='step', or leave compile out"
             )
-        check_lengths(self.cfg, self.drop, self.compile)
+        if self.compile is not None:
+            from fzero.runtime.token_dropping import check_lengths  # many lengths are many graphs
+
+            check_lengths(self.cfg, self.drop, self.compile)
         _check_schedule(self.lr_schedule)
 
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -219,11 +226,19 @@ class StepSpec:
         return momentum
 
     @property
-    def checkpointing(self) -> Checkpointing:
-        """The modules that run again in the backward."""
+    def checkpointing(self) -> Checkpointing | None:
+        """The modules that run again in the backward, and where their inputs wait; None if there is neither."""
         field, choice, block = "checkpoint", self.checkpoint, self.cfg.activation_checkpointing
         if choice is None:
             field, choice = "activation_checkpointing.every", block.every
+        if choice is None and not block.cpu_checkpointing:
+            return None
+        from fzero.runtime.activation_checkpointing import (  # a step without such modules does not load it
+            Checkpointing,
+            choose_modules,
+            host_moves,
+        )
+
         names = choose_modules(self.model, choice, blocks=blocks_of(self.model, self.units), field=field)
         return Checkpointing(names, host_moves(self.device) if block.cpu_checkpointing else None)
 
@@ -250,6 +265,11 @@ class StepSpec:
             is_inf=cfg.gradient_norm_type == "inf",
             scales_loss=cfg.scales_loss,
         )
+
+    @property
+    def ranges(self) -> frozenset[str]:
+        """The module buffers that hold (min, max) of quantized inputs."""
+        return frozenset() if self.compress is None else self.compress.ranges
 
     @property
     def statistics(self) -> set[str]:
@@ -295,10 +315,10 @@ class StepSpec:
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "updates": "; ".join(own.outcome for own in self.optimizers if isinstance(own, UserTransform)),
-                "checkpoint": ", ".join(self.checkpointing.names),
+                "checkpoint": ", ".join(self.checkpointing.names) if self.checkpointing is not None else "",
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
-                "compression": str(self.compress),
+                "compression": str(self.compress or "no compression"),
                 "random_ltd": str(self.drop),
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
@@ -340,6 +360,16 @@ def check_same(
                     f"{subject}: must be the same on all ranks, but {name!r} is {first.get(name)!r} on rank 0 and "
                     f"{theirs[subject].get(name)!r} on rank {rank}; {fix}"
                 )
+
+
+def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
+    """The layers of a model that drop tokens; see `fzero.runtime.token_dropping.noted_dropping`."""
+    blocks = (cfg.data_efficiency, cfg.curriculum_learning, cfg.progressive_layer_drop)
+    if all(block is None for block in blocks) and "token_dropping" not in getattr(model, "__dict__", ()):
+        return None
+    from fzero.runtime.token_dropping import noted_dropping  # a step without these does not load it
+
+    return noted_dropping(cfg, model)
 
 
 def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:

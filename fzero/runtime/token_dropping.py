@@ -4,37 +4,34 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.runtime.autograd_nodes import Visits
+from fzero.data.schedules import Root, fewer_values
+from fzero.data.token_dropping import Draw
 from fzero.runtime.module_binding import replaced_forwards
 
 if TYPE_CHECKING:
-    from fzero.data.token_dropping import Draw, TokenDropping
+    from fzero.data.token_dropping import TokenDropping
     from fzero.runtime.step_runtime import StepRuntime
 
 MOST_LENGTHS = 8
 """The most numbers of kept tokens, or lengths of a curriculum, of a compiled step; each is compiled anew."""
 
 
-def dropping(run: StepRuntime, step: Tensor, micro: Callable[[], int]) -> AbstractContextManager[None]:
+def dropping(
+    run: StepRuntime, plan: TokenDropping, step: Tensor, micro: Callable[[], int]
+) -> AbstractContextManager[None]:
     """Inside, the layers of a bound model that drop tokens do so.
 
     Args:
         step: the counter of updates.
         micro: the number, since the last update, of the forward that runs, or that runs again.
     """
-    plan = run.recipe.drop
-    return nullcontext() if plan is None else _replaced(run, plan, int(step), micro)
-
-
-def _replaced(run: StepRuntime, plan: TokenDropping, n: int, micro: Callable[[], int]) -> AbstractContextManager[None]:
-    from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
-
+    n = int(step)
     length, rank, num = plan.length(n), run.ranks.rank, run.plan.num_micro_steps
     return replacing(run.recipe.model, plan, lambda: Draw(length, n, micro(), rank, num))
 
@@ -44,23 +41,8 @@ def replacing(model: nn.Module, plan: TokenDropping, draw: Callable[[], Draw]) -
     return replaced_forwards(model, plan.names, lambda name, module: plan.forward_of(name, module, draw))
 
 
-def only_forward(visits: Visits) -> int:
-    """The one forward that a backward goes through, whose layers it may run again."""
-    if len(visits) != 1:
-        raise RuntimeError(
-            f"random_ltd: a backward that runs layers again must be of one forward, whose tokens they keep, got one of "
-            f"{len(visits)}; call backward for each forward, or checkpoint the layers themselves and nothing around them "
-            f"(activation_checkpointing)"
-        )
-    return next(iter(visits))
-
-
-def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str | None) -> None:
+def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str) -> None:
     """Raises a ConfigError where each of many lengths would be compiled anew, or where a compiled step cannot follow a block."""
-    if compile is None:
-        return
-    from fzero.data.schedules import Root, fewer_values
-
     curriculum = cfg.curriculum_learning
     found = (
         {}
@@ -78,7 +60,7 @@ def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str | None) 
                 f"{block}: must have at most {MOST_LENGTHS} lengths with compile={compile!r}, which compiles each of them, got "
                 f"{num}; set {key} to {fewer.multiple} (now {lengths.multiple}){also}, or leave compile out"
             )
-    if compile == "step" and cfg.progressive_layer_drop.enabled:
+    if compile == "step" and cfg.drops_layers:
         raise ConfigError(
             "progressive_layer_drop.enabled: must be false with compile='step', whose graph always runs the same layers, got "
             "true; pass compile='block', or leave compile out"
@@ -92,15 +74,15 @@ def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
         ConfigError: the configuration asks for dropped tokens, and no layers are noted.
     """
     plan: TokenDropping | None = vars(model).get("token_dropping") if isinstance(model, nn.Module) else None
-    if cfg.data_efficiency.drops_tokens and plan is None:
+    if cfg.drops_tokens and plan is None:
         raise ConfigError(
             "data_efficiency.data_routing.random_ltd: needs the class of the layers; call "
             "fzero.data.RandomLTD(...).wrap(model, LayerClass) before make_train_step, or switch the block off"
         )
     for_engine = {
         "curriculum_learning": cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled,
-        "progressive_layer_drop": cfg.progressive_layer_drop.enabled,
-        "data_efficiency.data_sampling": cfg.data_efficiency.samples,
+        "progressive_layer_drop": cfg.drops_layers,
+        "data_efficiency.data_sampling": cfg.samples,
     }
     instead = {
         "curriculum_learning": "cut batches with fzero.data.truncated(batch, cfg.curriculum_learning.schedule()(n + 1))",
@@ -112,5 +94,5 @@ def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
             text = (
                 f"{block}: is for the engine (fzero.initialize), and a step takes batches as they are; {instead[block]}"
             )
-            warnings.warn(text, ConfigWarning, stacklevel=4)
+            warnings.warn(text, ConfigWarning, stacklevel=5)
     return plan

@@ -28,15 +28,15 @@ from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochast
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.offload import Offload
-from fzero.runtime.offload_leaves import Update
+from fzero.runtime.state_memory import StateMemory
 from fzero.state import TrainState
-from fzero.storage.shard_io import BufferPool, updated_part
+from fzero.storage.shard_transfer import BufferPool, updated_part
 from fzero.verbs import optimizer_update, start_join
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
+    from fzero.storage.file_tensor import Leaf
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
@@ -70,6 +70,26 @@ class Hyper(NamedTuple):
         }
 
 
+Join = Callable[..., Pending]
+"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
+
+
+class Update(NamedTuple):
+    """One flat buffer to be updated."""
+
+    buffer: FlatParamPlan
+    grad: Leaf
+    """This rank's gradient (S)."""
+    master: Leaf
+    """The tensor to update: a shard of the parameters if there is no master."""
+    state: Any
+    transform_at: Callable[..., Transform]
+    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
+    param: Leaf
+    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
+    join: Join
+
+
 @dataclass(frozen=True, slots=True)
 class Updater:
     """The updates of a step, on one rank.
@@ -86,7 +106,7 @@ class Updater:
     plan: Plan
     mesh: RankMesh | None
     shard: int
-    offload: Offload
+    offload: StateMemory
     scratch: BufferPool
     optimizers: Sequence[Optimizer | UserTransform]
     rates: Sequence[Schedule]

@@ -12,7 +12,6 @@ from fzero.comms.failures import meet
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
-from fzero.storage.file_tensor import FileTensor
 from fzero.verbs import gather_flat
 from sharding.views import torch_dtype
 
@@ -69,7 +68,7 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
         if buffer.key not in weights:
             continue
         key, weight, home = buffer.key, weights[buffer.key].detach(), params[buffer.key]
-        if isinstance(home, FileTensor) or isinstance(own[key], FileTensor):
+        if not (isinstance(home, Tensor) and isinstance(own[key], Tensor)):
             raise ValueError(
                 f"with_weights: {key!r} must be in memory to have other weights, and is in a file; bring the state into "
                 f"memory with fzero.place and a step without offload, and evaluate with that"
@@ -88,10 +87,11 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
 
 def with_first_masks(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
     """The state whose masks (`l1`) without any True are made from its weights. *Collective* where there are such masks."""
-    extras = [extra for extra in run.recipe.compress.extras if extra.kind == "mask"]
-    if any(not state.buffers[extra.name].any() for extra in extras):
+    plan = run.recipe.compress
+    extras = [extra for extra in plan.extras if extra.kind == "mask"] if plan is not None else []
+    if plan is not None and any(not state.buffers[extra.name].any() for extra in extras):
         for views in run.full_weights(state):
-            for name, mask in run.recipe.compress.first_masks(views).items():
+            for name, mask in plan.first_masks(views).items():
                 if not state.buffers[name].any():
                     state.buffers[name].copy_(mask)
     return state

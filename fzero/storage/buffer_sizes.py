@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -11,9 +10,6 @@ from fzero.plans.plan import FlatParamPlan, Plan
 from sharding import TensorSpec
 from sharding.dtypes import itemsize
 
-PAGE = mmap.PAGESIZE
-CHUNK = 1 << 16
-"""Memory for full tensors is a multiple of so many bytes: the granularity of file transfers, also with checksums."""
 MOST_LEAVING = 2
 """The most shards of gradients that are written to files at once while the backward goes on."""
 

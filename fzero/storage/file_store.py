@@ -36,10 +36,10 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.storage import ownership as claims
-from fzero.storage.buffer_sizes import PAGE
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
 from fzero.storage.file_tensor import FileSpec, StoreError, bare
 from fzero.storage.ownership import folder_of
+from fzero.storage.pages import PAGE
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
 

@@ -116,6 +116,10 @@ class FileTensor:
         )
 
 
+Leaf = Tensor | FileTensor
+"""A flat tensor of a state, wherever it lives."""
+
+
 @dataclass(frozen=True, slots=True)
 class FilePart:
     """Elements [start, stop) of a tensor in a file: `part[a:b]` reads some of them, `copy_` writes them all."""
@@ -149,11 +153,6 @@ class FilePart:
         """Writes into the file; only allowed while a state is being made. Raises as `FileTensor.check` does."""
         self.tensor.check()
         self.tensor.files.write(self.tensor.name, self.start, values)
-
-
-def part_of(x: Tensor | FileTensor | FilePart, start: int, stop: int) -> Any:
-    """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have `copy_` and `[:]`."""
-    return x[start:stop] if isinstance(x, Tensor) else x.part(slice(start, stop))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fzero.storage.buffer_sizes import CHUNK, PAGE
+from fzero.storage.pages import CHUNK, PAGE
 
 LARGE_PAGE = 1 << 21
 

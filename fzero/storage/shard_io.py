@@ -1,72 +1,33 @@
-"""`ShardTransfer`: loads shards of parameters for a forward-backward, and writes shards of gradients back to their homes.
+"""`MovingTransfer`: loads shards of parameters for a forward-backward, and writes shards of gradients back to their homes.
 
 A forward-backward names the next shard in advance, so that it is prefetched while the present one is used, and goes on while
 shards of gradients are written. For shards on the device all of this does nothing.
 
 A file error breaks the state but raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all
-ranks raise at the end (`fzero.runtime.file_agreement.agree`). A gradient's contribution to the norm is measured when it is put,
-while it is in the processor's caches.
-
-Shape letters: S elements of a shard.
+ranks raise at the end (`fzero.runtime.file_agreement.agree`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.plans.flat_params import FlatParamPlan
-from fzero.storage.buffer_sizes import CHUNK, MOST_LEAVING, PAGE
-from fzero.storage.file_tensor import FileTensor, kept, part_of
-
-Leaf = Tensor | FileTensor
-AnyLeaf = TypeVar("AnyLeaf", Tensor, Leaf)
+from fzero.storage.buffer_sizes import MOST_LEAVING
+from fzero.storage.file_tensor import FileTensor, Leaf, kept
+from fzero.storage.shard_transfer import BufferPool, ShardTransfer
 
 
-class BufferPool:
-    """Flat buffers for gathered parameters, unreduced gradients and shards in transfer, reused by size and dtype.
-
-    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory by itself.
-    """
-
-    def __init__(self) -> None:
-        self._free: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._paged: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """An uninitialised buffer."""
-        free = self._free[numel, dtype]
-        return free.pop() if free and device.type == "cpu" else torch.empty(numel, dtype=dtype, device=device)
-
-    def take_paged(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised buffer on the CPU for direct I/O."""
-        if free := self._paged[numel, dtype]:
-            return free.pop()
-        from fzero.storage.host_memory import paged  # only a job with files needs it
-
-        return paged(numel, dtype)
-
-    def give(self, flat: Tensor) -> None:
-        """Takes a buffer back for reuse, unless a view of it is still alive."""
-        storage = flat.untyped_storage()
-        if flat.device.type == "cpu" and torch._C._storage_Use_Count(storage._cdata) == 2:  # `flat` and `storage`
-            is_paged = storage.data_ptr() % PAGE == 0 and storage.nbytes() > 0 and storage.nbytes() % CHUNK == 0
-            (self._paged if is_paged else self._free)[flat.numel(), flat.dtype].append(flat)
-
-
-class ShardTransfer:
+class MovingTransfer(ShardTransfer):
     """Loads shards to the device of a forward-backward, and writes gradients from there.
 
     Args:
         scratch: the pool of its buffers.
         most: the most shards that are prefetched at once; None is any number.
-        measure: the function of a put shard of gradients whose result `known` returns.
-        in_memory: whether shards in memory are measured too; allowed only where PyTorch counts every change to them.
+        measure, in_memory: as for `ShardTransfer`.
     """
 
     def __init__(
@@ -78,9 +39,8 @@ class ShardTransfer:
         measure: Callable[[Tensor], Tensor] | None = None,
         in_memory: bool = False,
     ) -> None:
-        self.device, self.scratch, self.most, self._measure, self._in_memory = device, scratch, most, measure, in_memory
-        # By name: result, shard, version. The shard is kept alive, so that no other tensor gets its address.
-        self._measured: dict[str, tuple[Tensor, Leaf, int]] = {}
+        super().__init__(device, scratch, measure=measure, in_memory=in_memory)
+        self.most = most
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
@@ -160,51 +120,20 @@ class ShardTransfer:
 
     # --- writing back --------------------------------------------------------------------------------------------
 
-    def write_back(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
-        """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
-        unless they are the home's own memory.
-
-        Args:
-            values: on the device; to be added, also in the home's memory.
-            measures: whether these are the final values, which are measured for `known`.
-        """
-        self._measured.pop(name, None)
-        if home is values and not adds:
-            here = values
-        elif isinstance(home, FileTensor):
+    def _put(self, name: str, home: Leaf, values: Tensor, *, adds: bool) -> Tensor:
+        if isinstance(home, FileTensor):
             with profiler_range("write_back", name):
-                here = self._put_in_file(name, home, values, adds=adds)
-        elif home.device != values.device:
-            with profiler_range("write_back", name):
-                here = self._put_in_memory(home, values, adds=adds)
-        else:
-            here = self._put_in_memory(home, values, adds=adds)
-        measures &= isinstance(home, FileTensor) or self._in_memory
-        if measures and self._measure is not None and here.numel():
-            number = self._measure(here if here.dtype == home.dtype else here.to(home.dtype))
-            number = number if number.device == self.device else number.to(self.device)
-            self._measured[name] = number, home, _version(home)
-
-    def known(self, name: str, home: Leaf) -> Tensor | None:
-        """The measurement of the shard, if it was measured and, as far as PyTorch counts, has not changed since."""
-        if name not in self._measured:
-            return None
-        number, measured, version = self._measured[name]
-        is_same = home is measured
-        if isinstance(home, Tensor) and isinstance(measured, Tensor):
-            is_same = (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
-        return number if is_same and _version(home) == version else None
-
-    def _put_in_memory(self, home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
-        """Writes to a home in memory; returns the tensor that holds the final values."""
-        if adds:
-            self._end_copies_out()
-            return home.add_(values.to(home.device))
-        if home.device != values.device:
+                return self._put_in_file(name, home, values, adds=adds)
+        if home.device == values.device:
+            if adds:
+                self._end_copies_out()
+            return super()._put(name, home, values, adds=adds)
+        with profiler_range("write_back", name):
+            if adds:
+                self._end_copies_out()
+                return home.add_(values.to(home.device))
             self._copy_out(home, values)
-        elif home.data_ptr() != values.data_ptr():
-            home.copy_(values)
-        return values
+            return values
 
     def _copy_out(self, home: Tensor, values: Tensor) -> None:
         """Copies to host memory on a stream of its own, concurrently with compute."""
@@ -254,23 +183,3 @@ class ShardTransfer:
             self.scratch.give(wait())
         self._coming.clear()
         self.settle()
-
-
-def _version(x: Leaf) -> int:
-    """PyTorch's count of changes to a tensor in memory; 0 for a file, which only this transfer changes."""
-    return x._version if isinstance(x, Tensor) else 0
-
-
-def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
-    """The rank's shard (S) of the part of a flat buffer that it holds: all (P), that shard, or that shard and others."""
-    numel = buffer.shard_numel
-    if flat.numel() == numel:
-        return flat
-    start = shard % (flat.numel() // numel) * numel
-    own: Any = part_of(flat, start, start + numel)
-    return own  # type: ignore[no-any-return]
-
-
-def updated_part(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:
-    """The part of a flat buffer's parameters or gradients that a rank updates: all of it, or its shard."""
-    return own_shard(flat, buffer, shard) if buffer.flow.updates == "shard" else flat

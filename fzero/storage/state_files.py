@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fzero.plans.placements import Streaming
+from fzero.plans.streaming import Streaming
 from fzero.storage import ownership as claims
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoreError, bare

@@ -127,6 +127,15 @@ def test_a_trained_bias_gets_its_gradient_from_the_reference() -> None:
         sparse_attention(*of, layout, block=BLOCK, biases=[bias], backend="blocks")
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 8, 4), (2, 0, 8, 4), (2, 2, 8, 0)])
+@pytest.mark.parametrize("backend", ["auto", "blocks", "sdpa"])
+def test_a_batch_without_elements_gives_one(shape: tuple[int, ...], backend: Any) -> None:
+    parts = [torch.empty(shape, requires_grad=True) for _ in range(3)]
+    found = sparse_attention(*parts, Local().layout(4), block=2, backend=backend)
+    found.sum().backward()
+    assert found.shape == shape and all(x.grad is not None and x.grad.shape == shape for x in parts)
+
+
 def test_in_fp32_blocks_and_masked_sdpa_agree_to_1e_5() -> None:
     layout = BSLongformer(attention="unidirectional").layout(16)
     q, k, v = (torch.randn(2, 2, 16 * 16, 64, requires_grad=True) for _ in range(3))

@@ -26,6 +26,7 @@ from fzero.attention import (
     sparse_attention,
 )
 from fzero.attention.bert import MASKS
+from fzero.deepspeed import zero
 
 HEADS, BLOCK, WIDTH = 2, 4, 8
 
@@ -216,6 +217,16 @@ def test_positions_are_repeated(make: Callable[[], Any]) -> None:
     assert model(**batch_of(80)).logits.shape == (2, 80, 50)
     with pytest.raises(ValueError, match="must be above the model's 80 positions, got 64"):
         SparseAttentionUtils.extend_position_embedding(model, 64)
+
+
+def test_a_divided_model_is_extended_where_its_values_are() -> None:
+    with zero.Init():
+        model = bert()
+    with pytest.raises(ValueError, match=r"is divided over the ranks \(zero.Init\); call it inside"):
+        SparseAttentionUtils.extend_position_embedding(model, 64)
+    with zero.GatheredParameters(model.parameters(), modifier_rank=0):
+        SparseAttentionUtils.extend_position_embedding(model, 64)
+    assert model.bert.embeddings.position_embeddings.weight.shape[0] == 64
 
 
 def test_layers_have_random_blocks_of_their_own() -> None:

@@ -9,6 +9,8 @@ import torch
 from hypothesis import given, strategies as st
 
 from fzero.compression.formulas import bits_at, quantize, share_at, top_share, uniform_noise
+from fzero.compression.inputs import quantized_inputs
+from fzero.compression.plan import CompressionPlan
 from fzero.compression.techniques import Mask, Quantize, QuantizeInput
 
 
@@ -22,6 +24,26 @@ def test_quantizers_have_the_values_of_their_formulas() -> None:
     for bits in (1, 2, 8):
         assert torch.equal(quantize(torch.zeros(4), bits, 2, symmetric=True), torch.zeros(4))  # not 0/0
     assert torch.equal(quantize(torch.full((4,), 0.3), 8, 2, symmetric=False), torch.full((4,), 0.3))
+
+
+@pytest.mark.parametrize("range_of", [None, "x_min_max"])
+def test_nothing_is_quantized_to_nothing(range_of: str | None) -> None:
+    """A module of zero size, and an input without samples, for example of an expert that gets no token."""
+    for shape in ((0,), (0, 4), (3, 0)):
+        assert quantize(torch.empty(shape), 4, 1, symmetric=True).shape == shape
+        inputs = {"": QuantizeInput(4, True, range_of=range_of)}
+        module = torch.nn.Linear(shape[-1], 2)
+        module.register_buffer("x_min_max", torch.ones(2))
+        with quantized_inputs(module, CompressionPlan(inputs=inputs)):
+            assert module(torch.empty(shape)).shape == (*shape[:-1], 2)
+        assert torch.equal(module.x_min_max, torch.ones(2))
+
+
+def test_an_input_given_by_its_name_is_quantized_too() -> None:
+    module, x = torch.nn.Linear(4, 2), torch.randn(3, 4)
+    with quantized_inputs(module, CompressionPlan(inputs={"": QuantizeInput(4, True)})):
+        assert torch.equal(module(input=x), module(x))
+    assert not torch.equal(module(x), module(quantize(x, 4, 3, symmetric=True)))
 
 
 @given(

@@ -11,6 +11,7 @@ from compressing import ALL, HEADS, data, net, settings, technique, trained
 from torch import nn
 
 import fzero
+from fzero.deepspeed import zero
 from fzero.deepspeed.compression import (
     compression_scheduler,
     convert_conv1d_to_linear,
@@ -49,6 +50,26 @@ def test_a_script_trains_as_a_step_does(stage: int) -> None:
     assert losses == pytest.approx(expected, rel=1e-6)
     found = engine.train_step.gather(engine.state)
     assert all(torch.equal(found[name], weights[name]) for name in weights)
+
+
+def test_a_model_that_zero_init_divides_is_compressed_as_a_plain_one() -> None:
+    block = {"layer_reduction": {"enabled": True, "module_name_prefix": "blocks", "teacher_layer": [1, 0]}}
+    cfg = settings(ALL | block, 3, train_micro_batch_size_per_gpu=16)
+    found = []
+    for divides in (True, False):
+        with zero.Init(enabled=divides):
+            student, teacher = net(0), net(2)
+        engine = fzero.initialize(model=init_compression(student, cfg, teacher_model=teacher), config=cfg)[0]
+        loss = engine(*data(0))
+        engine.backward(loss)
+        engine.step()
+        found.append({**engine.module_state_dict(), **redundancy_clean(engine, cfg).state_dict(), "loss": loss})
+        with zero.Init(enabled=divides):
+            alone = net(0)
+        init_compression(alone, cfg | {"compression_training": SHRINKING})
+        assert all(bool(param.numel()) != divides for param in alone.head.parameters())  # it stays divided
+        found[-1] |= {f"clean.{key}": x for key, x in redundancy_clean(alone, cfg).state_dict().items()}
+    assert found[0].keys() == found[1].keys() and all(torch.equal(x, found[1][name]) for name, x in found[0].items())
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -46,6 +46,8 @@ def test_a_metric_that_counts_something_else_is_named() -> None:
         analyze(VALUES, {"mod": lambda batch: batch[:2]}, batch_size=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"got float32 of shape \(8,\)"):
         analyze(VALUES, {"mod": lambda batch: batch.float()}, batch_size=8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="the dataset must have samples, and is empty"):
+        analyze([], {"mod": len})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("workers", [1, 3])

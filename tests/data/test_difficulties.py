@@ -132,5 +132,9 @@ def test_batches_are_cut_and_the_given_one_is_unchanged() -> None:
     assert truncated((ids, ids), 12)[0] is ids and truncated((ids, ids), 3)[1].shape == (2, 3)
     with pytest.raises(ValueError, match="must name keys of the batch"):
         truncated(batch, 5, dims={"inputs": 1})
+    with pytest.raises(ValueError, match=r"must name keys of the batch \(a tuple, which has none\), got 0"):
+        truncated((ids,), 5, dims={0: 1})
+    with pytest.raises(ValueError, match=r"must be dimensions of the tensor 'mask', got \(4,\) for \(2, 1, 12, 12\)"):
+        truncated(batch, 5, dims={"mask": 4})
     with pytest.raises(ValueError, match="seqlen must be at least 1"):
         truncated(batch, 0)

@@ -12,7 +12,16 @@ import torch
 from hypothesis import given, strategies as st
 from torch.utils.data import Dataset
 
-from fzero.data import Admission, CurriculumLoader, CurriculumSampler, Metric, fixed_linear, read_metric, write_metric
+from fzero.data import (
+    Admission,
+    CurriculumLoader,
+    CurriculumSampler,
+    Metric,
+    fixed_discrete,
+    fixed_linear,
+    read_metric,
+    write_metric,
+)
 from fzero.data.index_files import read_rows, write_rows
 from fzero.data.permutations import permuted
 
@@ -91,6 +100,28 @@ def test_batches_are_a_function_of_their_number() -> None:
     for batch in (39, 0, 17, 18, 3, 25):
         assert again(batch, size=6).tolist() == walked[batch] == sampler(two=True)(batch, size=6).tolist()
     assert [sampler(two=True, seed=1)(batch, size=6).tolist() for batch in range(40)] != walked
+
+
+def test_a_difficulty_that_falls_and_comes_back_begins_a_level_of_its_own() -> None:
+    easy_again = Admission(fixed_discrete([40, 8, 40], [30, 40]), Metric.of(np.arange(40)))
+    whole = CurriculumSampler(40, {"length": easy_again})
+    walked = [whole(batch, size=4).tolist() for batch in range(90)]
+    for batch in (0, 35, 40, 60, 75, 89):  # as a resumed job draws them
+        assert CurriculumSampler(40, {"length": easy_again})(batch, size=4).tolist() == walked[batch]
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"rank": 2, "world_size": 2}, "rank must be of 0 … 1, got 2"),
+        ({"batch_size": 0}, "batch_size must be at least 1, got 0"),
+        ({"batch_size": 41}, "must fill a batch of 41 samples on all ranks, and has 40 in 1 epochs"),
+        ({"sampler": CurriculumSampler(3)}, "sampler must be of the dataset's 40 samples, got one of 3"),
+    ],
+)
+def test_a_loader_of_wrong_numbers_says_which(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CurriculumLoader(Numbers(), **{"sampler": sampler(), "batch_size": 2, **keys})
 
 
 def loader(world_size: int, rank: int, num_micro: int, **how: Any) -> CurriculumLoader:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import fzero
 import fzero.deepspeed as deepspeed
+from fzero.data import RandomLTD, fixed_linear
 from fzero.deepspeed.runtime.pipe.engine import PipelineEngine, PipelineError
 from fzero.pipeline import LayerSpec, PipelineModule
 from sharding import Mesh
@@ -62,11 +63,11 @@ def by_step(num_stages: int, num_data: int) -> list[float]:
     return losses
 
 
-def made(num_stages: int) -> Any:
+def made(num_stages: int, **keys: Any) -> Any:
     torch.set_num_threads(1)
     module = PipelineModule(specs(), num_stages=num_stages, loss_fn=nn.functional.cross_entropy)
     params = [p for p in module.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=module, model_parameters=params or None, config=settings(1))[0]
+    return deepspeed.initialize(model=module, model_parameters=params or None, config=settings(1) | keys)[0]
 
 
 def trains(num_stages: int, folder: str) -> tuple[list[float], list[float], float]:
@@ -124,6 +125,65 @@ def test_a_checkpoint_of_two_stages_loads_into_one_and_into_four(ranks: RankPool
     ranks(2, trains, 2, str(tmp_path))
     assert loads(str(tmp_path), 1) == wanted[2:]
     assert all(found == wanted[2:] for found in ranks(4, loads, str(tmp_path), 4))
+
+
+CURRICULUM = {
+    "enabled": True, "min_difficulty": 2, "max_difficulty": 6, "schedule_type": "fixed_linear",
+    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 2},
+}  # fmt: skip
+
+
+def evaluates_between() -> list[int]:
+    engine = made(2, curriculum_learning=CURRICULUM)
+    of_training, of_evaluation, lengths = iter(batches(0)), iter(batches(1)), []
+
+    def cut(batch: Any) -> Any:
+        lengths.append(engine.curriculum_scheduler_legacy.get_current_difficulty())
+        return batch
+
+    engine.set_dataiterator(of_training)
+    engine.set_batch_fn(cut)
+    for _ in range(3):
+        engine.train_batch()
+        engine.eval_batch(of_evaluation, num_micro_batches=1)
+    assert len(list(of_training)) == len(list(of_evaluation)) - 6 == MICRO
+    for keys, message in (
+        ({"num_micro_batches": 0}, "must be at least 1"),
+        ({"reduce_output": "sum"}, "'avg' or None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            engine.eval_batch(of_evaluation, **keys)
+    for call in (
+        lambda: fzero.generating(engine.train_step, engine.state).__enter__(),
+        lambda: next(fzero.generation.server_weights(engine.train_step, engine.state)),
+    ):
+        with pytest.raises(ValueError, match="must have the whole model, and is that of a pipeline stage"):
+            call()
+    return lengths
+
+
+def test_evaluation_takes_no_batch_of_training_and_both_follow_the_curriculum(ranks: RankPool) -> None:
+    for lengths in ranks(2, evaluates_between):
+        assert lengths == [2] * MICRO + [4] * (MICRO + 1) + [4] * (MICRO + 1) + [6]
+
+
+def in_zero_init() -> None:
+    with pytest.raises(fzero.ConfigError, match="a PipelineModule must be made outside"), deepspeed.zero.Init():
+        PipelineModule(specs(), num_stages=2)
+
+
+def refuses() -> None:
+    with pytest.raises(fzero.ConfigError, match=r"progressive_layer_drop\.enabled: must be false with a pipeline"):
+        made(2, progressive_layer_drop={"enabled": True})
+    module = PipelineModule(specs(), num_stages=2, loss_fn=nn.functional.cross_entropy)
+    RandomLTD([0], fixed_linear(2, 4, steps=2, multiple=2)).wrap(module, nn.Linear)
+    with pytest.raises(fzero.ConfigError, match="random_ltd: must be off with a pipeline"):
+        deepspeed.initialize(model=module, config=settings(1))
+
+
+def test_what_stages_cannot_do_is_refused(ranks: RankPool) -> None:
+    ranks(2, in_zero_init)
+    ranks(2, refuses)
 
 
 def resizes() -> None:

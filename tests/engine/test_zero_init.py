@@ -21,6 +21,7 @@ from fzero.config.config import ConfigError, ConfigWarning
 from fzero.deepspeed import zero
 from fzero.engine.divided import Divided
 from fzero.engine.param_views import PartitionedParameterError
+from fzero.runtime.step_spec import MismatchError
 
 Made = Callable[[], nn.Module]
 
@@ -189,12 +190,66 @@ def _gathers() -> None:
     assert model.to("cpu") is model and not any(x.numel() for x in model.state_dict().values())
     with pytest.raises(ValueError, match="must have its values, and is divided over the ranks"):
         fzero.make_train_step(model, settings(3))
-    with pytest.raises(RuntimeError, match="must keep its shape"), zero.GatheredParameters(weight, modifier_rank=0):
-        weight.data = torch.zeros(4, 12)
 
 
 def test_divided_parameters_are_gathered_before_there_is_an_engine(ranks: RankPool) -> None:
     ranks(2, _gathers)
+
+
+def _mixed(stage: int) -> None:
+    """What TRL does to move a reference model towards the trained one: rank 0 writes, with parameters of two engines."""
+    with zero.Init():
+        third = make(Net, seed=6)
+    keys = settings(stage)
+    del keys["optimizer"]
+    first, second = made(stage), fzero.initialize(model=make(Net, seed=5), config=keys)[0]
+    modules = first.module, second.module, third
+    with zero.GatheredParameters([param for module in modules for param in module.parameters()], modifier_rank=0):
+        for source, *targets in zip(*(module.parameters() for module in modules), strict=True):
+            for target in targets if first.global_rank == 0 else ():
+                target.data.mul_(0.5).add_(source.data, alpha=0.5)
+    plain = make(Net).state_dict()
+    assert_close(first.module_state_dict(), plain, 0.0)
+    for found, seed in ((second.module_state_dict(), 5), (_whole(third), 6)):
+        start = make(Net, seed=seed).state_dict()
+        assert_close(found, {name: (0.5 * start[name]).add(x, alpha=0.5) for name, x in plain.items()}, 0.0)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_of_several_engines_are_gathered_together(ranks: RankPool, stage: int) -> None:
+    ranks(2, _mixed, stage)
+
+
+def _makes_another_model() -> None:
+    rank = torch.distributed.get_rank()
+    with zero.Init():
+        nn.Linear(4, 4)
+        for sizes in ((4, 4 + rank), *[(3, 3)] * rank, (5, 5)):  # an own shape, and one module more
+            with pytest.raises(MismatchError, match=r"zero\.Init: must be the same on all ranks, but 'parameter 0' is"):
+                nn.Linear(*sizes)
+            if sizes == (3, 3):
+                return
+
+
+def _wrong_writes() -> None:
+    engine = made(3)
+    with zero.Init():
+        divided = make(Net)
+    for model in (engine.module, divided):
+        weight = model.head.weight
+        with pytest.raises(ValueError, match="modifier_rank must be None or a rank from 0 to 1, got 2"):
+            zero.GatheredParameters(weight, modifier_rank=2).__enter__()
+        for other, rule in ((torch.zeros(4, 12), "keep its shape"), (torch.zeros(3, 12).double(), "have one dtype")):
+            with (
+                pytest.raises(RuntimeError, match=f"GatheredParameters: a parameter must {rule}"),
+                zero.GatheredParameters(weight, modifier_rank=0),
+            ):
+                weight.data = other if engine.global_rank == 0 else weight.data
+
+
+def test_ranks_that_differ_get_one_error(ranks: RankPool) -> None:
+    ranks(2, _makes_another_model)
+    ranks(2, _wrong_writes)
 
 
 def _fails() -> int:

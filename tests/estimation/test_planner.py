@@ -42,8 +42,8 @@ from fzero.runtime import file_agreement
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.runtime.sequencer import Sequencer
 from fzero.simulation import LockstepRanks, stacked
-from fzero.storage import shard_io as staging
 from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
+from fzero.storage.shard_transfer import BufferPool
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -181,9 +181,9 @@ class Counted:
         self.alive: defaultdict[tuple[int, str], int] = defaultdict(int)
         self.most: defaultdict[str, int] = defaultdict(int)
         purposes: dict[tuple[int, int], str] = {}
-        take, give = staging.BufferPool.take, staging.BufferPool.give
+        take, give = BufferPool.take, BufferPool.give
 
-        def counted_take(scratch: staging.BufferPool, *args: Any) -> Tensor:
+        def counted_take(scratch: BufferPool, *args: Any) -> Tensor:
             flat = take(scratch, *args)
             purpose = sys._getframe(1).f_globals["__name__"].removeprefix("fzero.runtime.")
             purposes[id(scratch), flat.data_ptr()] = purpose
@@ -191,13 +191,13 @@ class Counted:
             self.most[purpose] = max(self.most[purpose], self.alive[id(scratch), purpose])
             return flat
 
-        def counted_give(scratch: staging.BufferPool, flat: Tensor) -> None:
+        def counted_give(scratch: BufferPool, flat: Tensor) -> None:
             if purpose := purposes.pop((id(scratch), flat.data_ptr()), ""):
                 self.alive[id(scratch), purpose] -= flat.nbytes
             give(scratch, flat)
 
-        monkeypatch.setattr(staging.BufferPool, "take", counted_take)
-        monkeypatch.setattr(staging.BufferPool, "give", counted_give)
+        monkeypatch.setattr(BufferPool, "take", counted_take)
+        monkeypatch.setattr(BufferPool, "give", counted_give)
 
 
 class Narrow(nn.Module):

@@ -166,6 +166,15 @@ def _made(stage: int = 1, model: Any = None) -> tuple[Any, Any]:
     return step, step.init()
 
 
+@pytest.mark.parametrize("by", ["copy", "unit"])
+def test_one_inside_another_gives_the_same_tokens(by: str) -> None:
+    step, state = _made(3)
+    with fzero.generating(step, state, by=by) as model:
+        with fzero.generating(step, state) as again:
+            inner = greedy(again, ids(1))
+        assert torch.equal(greedy(model, ids(1)), inner)
+
+
 def test_a_write_is_refused_and_with_copies_dropped() -> None:
     step, state = _made()
     before = step.gather(state)
@@ -275,6 +284,10 @@ def _served(stage: int) -> Any:
     state, _ = step(state, ids(step.rank))
     gathered = step.gather(state)
     pairs = dict(server_weights(step, state, dtype=torch.bfloat16))
+    unfinished = server_weights(step, state)
+    next(unfinished)
+    assert torch.is_grad_enabled()  # the caller's mode stays between two pairs
+    assert len(list(unfinished)) == len(pairs) - 1  # every rank takes all
     return pairs, gathered, len(list(server_weights(step, state, to="rank0"))), copy_nbytes(step)
 
 

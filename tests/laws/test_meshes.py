@@ -22,7 +22,7 @@ import fzero
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import is_collective
 from fzero.simulation import LockstepRanks, VmapRanks, stacked
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 from sharding import Mesh, Partial, Replicated, Sharded
 
 SQUARE = Mesh.of(node=2, data=2)

@@ -22,7 +22,8 @@ import fzero
 from fzero.optim.precision import mixed_precision
 from fzero.optim.transforms import Transform, adamw, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
-from fzero.storage.shard_io import BufferPool, ShardTransfer
+from fzero.storage.shard_io import MovingTransfer
+from fzero.storage.shard_transfer import BufferPool
 from fzero.storage.stream import Mover, Streamed, update_streamed
 from sharding import Placement, TensorSpec
 
@@ -411,7 +412,7 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
     with PretendedCuda() as card:
         if pinned:
             shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
-        transfer, names = ShardTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
+        transfer, names = MovingTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
             here = transfer.load(name, shards[name])
             if following is not None and asks_ahead:

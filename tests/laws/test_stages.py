@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors
 
 import fzero
-from fzero.storage import shard_io as staging
+from fzero.storage.shard_transfer import BufferPool
 
 WORLD_SIZES = (1, 2, 3, 4)
 
@@ -182,7 +182,7 @@ def test_parameters_kept_whole_are_joined_and_not_gathered(ranks: RankPool) -> N
 # --- memory ------------------------------------------------------------------------------------------------------
 
 
-class Alive(staging.BufferPool):
+class Alive(BufferPool):
     """Counts the elements of full buffers that are alive, and the most at once: taken, and not given back or freed."""
 
     def __init__(self) -> None:

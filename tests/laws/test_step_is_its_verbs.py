@@ -21,7 +21,7 @@ from fzero.runtime.finish import finish, norm_parts
 from fzero.runtime.loss import loss_row
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.shard_io import own_shard, updated_part
+from fzero.storage.shard_transfer import own_shard, updated_part
 from fzero.verbs import start_gather, start_join, start_reduce_scatter_grads
 from sharding import Mesh
 from sharding.views import torch_dtype, unflatten

@@ -32,7 +32,7 @@ from fzero.graph.analysis import analyse
 from fzero.graph.liveness import liveness
 from fzero.graph.traffic import sent_in
 from fzero.simulation import LockstepRanks, stacked
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 from sharding import Mesh, Sharded
 from sharding.views import flatten
 

@@ -15,8 +15,6 @@ from torch.nn import functional
 from fzero.__main__ import main
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
-from fzero.estimation.activation_trace import Activations
-from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.models import Named, PlainGPT, named, sample_of
 from fzero.estimation.pipelines import PipelinePlanner
 from fzero.pipeline import LayerCost, LayerSpec, PipelineModule, TiedLayerSpec, interleaved, plan_order, predict
@@ -34,15 +32,15 @@ def gpt(depth: int = 8) -> PlainGPT:
 @cache
 def planner() -> PipelinePlanner:
     model = gpt()
-    return PipelinePlanner(model, None, Activations(model, quietly(keys_of(None)), sample_of(model, 2, 64)))
+    return PipelinePlanner(model, None, sample_of(model, 2, 64))
 
 
 def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
     made, machine = planner(), MachineModel()
-    layers = made.layers(1)
+    layers = made.traced.of(1)
     assert layers.names == ("embedding", *(f"blocks.{i}" for i in range(8)), "norm..head")
-    assert sum(layers.numels) == sum(p.numel() for p in made.model.parameters())
-    work = [one for event in made.trace.events for one in event.work]
+    assert sum(layers.numels) == sum(p.numel() for p in made.traced.model.parameters())
+    work = [one for event in made.traced.trace.events for one in event.work]
     seconds = sum(one.seconds(machine) for one in work)
     assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)  # a sum in another order
     blocks = layers.costs[2:8]  # the backward of the first block includes that of the embedding
@@ -55,7 +53,7 @@ def test_the_peak_without_stages_is_that_of_the_trace() -> None:
     alone = made.planned(1, 1, micro_batches=3)
     most = alone.nbytes - alone.timeline.state[0]
     # What is stored at the most, and the most that a layer holds besides: the two need not be at one time.
-    assert made.trace.nbytes <= most <= 1.001 * made.trace.nbytes
+    assert made.traced.trace.nbytes <= most <= 1.001 * made.traced.trace.nbytes
     assert alone.bubble == 0
     assert alone.timeline.sent == (0,)
 
@@ -200,7 +198,7 @@ def test_estimated_costs_cut_a_pipeline() -> None:
     assert slowest == min(
         max(sum(cost.seconds for cost in part) for part in (costs[:cut], costs[cut:])) for cut in range(1, 6)
     )
-    with pytest.raises(ValueError, match="must have a loss_fn, got None"):
+    with pytest.raises(ValueError, match="loss_fn: a planned pipeline must have one, got None"):
         estimate_layers(pipeline(loss_fn=None), batch=(tokens, tokens))
 
 

@@ -18,7 +18,7 @@ from fzero.plans.plan import FlatParamPlan
 from fzero.plans.stages import STAGES
 from fzero.plans.unit_orders import AGREED, BOUNDARY, early, serve
 from fzero.runtime.reductions import zero_gaps
-from fzero.storage.shard_io import own_shard
+from fzero.storage.shard_transfer import own_shard
 from sharding import FlatLayout, Mesh
 from sharding.testing import layouts
 from sharding.views import take_shard, unflatten

@@ -614,3 +614,21 @@ def test_members_of_a_list_that_are_sequentials_are_units_and_checkpointed() -> 
     # Neither a list that is never called, nor parts of a model that are not alike.
     assert blocks_of(nn.ModuleList([nn.ModuleList([layer(), layer()])])) == ["0.0", "0.1"]
     assert blocks_of(stack(stack(nn.Embedding(4, 4)), stack(nn.Linear(4, 4), nn.Linear(4, 4)))) == ["1.0", "1.1"]
+
+
+def test_members_of_a_dict_with_a_sibling_of_their_class_are_units_and_checkpointed() -> None:
+    def layer() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+
+    experts = nn.ModuleDict({"gate": nn.Linear(4, 2), "math": layer(), "code": layer(), "one": nn.Sequential(layer())})
+    model = nn.ModuleDict({"experts": experts, "norms": nn.ModuleDict({name: nn.LayerNorm(4) for name in "ab"})})
+    found = ["experts.math", "experts.code", "experts.one"]
+    assert blocks_of(model) == found
+    units = [unit.name for unit in fzero.plan(model, config(3), world_size=2).units]
+    assert units == ["experts.gate", *found, "norms.a..norms.b"]
+    assert choose_modules(model, 1, blocks=blocks_of(model)) == tuple(found)
+    # A GPT-2 keeps all that it has in one dict.
+    stem, blocks = {name: nn.Embedding(9, 4) for name in ("wte", "wpe")}, nn.ModuleList([layer(), layer()])
+    assert blocks_of(nn.ModuleDict({**stem, "h": blocks, "ln_f": nn.LayerNorm(4)})) == ["h.0", "h.1"]
+    sides = nn.ModuleDict({name: nn.Sequential(layer(), layer()) for name in ("encoder", "decoder")})
+    assert blocks_of(sides) == ["encoder.0", "encoder.1", "decoder.0", "decoder.1"]

@@ -25,7 +25,7 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.optim.transforms import same_bits
-from fzero.runtime.offload import Offload
+from fzero.runtime.state_memory import StateMemory
 from fzero.storage.file_tensor import in_memory
 from fzero.storage.movers import DeviceMover
 from sharding import Placement
@@ -146,7 +146,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
     """As if the memory of the CPU, where the model is, were that of a device: what lives in the host's is copied."""
     ranks = on(2, step_of(stage, precision))
     expected, told = train(ranks, ranks.init(), 0, 3)
-    monkeypatch.setattr(Offload, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
+    monkeypatch.setattr(StateMemory, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
     monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)
     host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
     new = "params" if "alone" not in precision and precision != "float32" else "updated"

@@ -346,6 +346,12 @@ class Grows(Model):
         return super().use(x)
 
 
+class Resizes(Grows):
+    def use(self, x: Tensor) -> Tensor:
+        self.seen.resize_(2, 4)
+        return Model.use(self, x)
+
+
 class MakesAParameter(Model):
     def use(self, x: Tensor) -> Tensor:
         if not hasattr(self, "w"):
@@ -422,6 +428,7 @@ class Unfreezes(Model):
 def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name() -> None:
     messages: Mapping[type[Model], str] = {
         Grows: r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 4\)",
+        Resizes: r"buffer 'seen': must keep its shape and dtype, .* to torch.float32 of shape \(2, 4\)",
         MakesAParameter: r"parameter 'w': must be there when the step is made",
         MakesABuffer: r"buffer 'w': must be there when the step is made",
         Replaces: r"parameter 'a.weight': must be there when the step is made",
@@ -438,6 +445,9 @@ def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name(
             step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
             with pytest.raises(ValueError, match=message):
                 step(step.init(), batches()[0])
+    step = fzero.make_train_step(make(Resizes), config(0), compile="step", compile_backend="aot_eager")
+    with pytest.raises(ValueError, match=messages[Resizes]):
+        step(step.init(), batches()[0])
     model_ = make(Model)
     model_.register_buffer("adjacent", torch.eye(4).to_sparse())
     with pytest.raises(ValueError, match=r"buffer 'adjacent': must be dense"):
@@ -558,13 +568,20 @@ def test_a_hook_that_comes_after_the_step_is_refused() -> None:
 
 
 def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> None:
-    def change(what: Callable[[Model], object], num_ranks: int = 1, compile: Any = None) -> None:
+    def change(
+        what: Callable[[Model], object], num_ranks: int = 1, compile: Any = None, *, evaluates: bool = False
+    ) -> None:
         model = make(Model)
         step: Any = fzero.make_train_step(model, config(1), compile=compile, compile_backend="aot_eager")
         step = step if num_ranks == 1 else simulate(step, num_ranks)
-        state = step.init()
+        state, batch = step.init(), batches()[0] if num_ranks == 1 else batches()[0].view(num_ranks, -1, 4)
+        if evaluates:  # which does not end the check
+            step.evaluate(state, batch)
         what(model)
-        step(state, batches()[0] if num_ranks == 1 else batches()[0].view(num_ranks, -1, 4))
+        if evaluates and what is not through_data:  # the values are read again only where a change was counted
+            step.evaluate(state, batch)
+        else:
+            step(state, batch)
 
     def load(model: Model) -> None:
         model.load_state_dict({name: x + 1 for name, x in model.state_dict().items()})
@@ -585,7 +602,13 @@ def test_a_module_that_changes_between_init_and_the_first_step_is_refused() -> N
         (new_head, r"'b.weight' was torch.float32 of shape \(4, 4\) and is torch.float32 of shape \(3, 4\)"),
         (one_more, r"'c.weight' was not there and is torch.float32"),
     ):
-        for how in ({}, {"num_ranks": 2}, {"compile": "step"}):
+        for how in (
+            {},
+            {"num_ranks": 2},
+            {"compile": "step"},
+            {"evaluates": True},
+            {"evaluates": True, "num_ranks": 2},
+        ):
             with pytest.raises(ValueError, match=message):
                 change(what, **how)  # type: ignore[arg-type]
     change(lambda model: model.to("meta"))

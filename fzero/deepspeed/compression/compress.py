@@ -11,8 +11,10 @@ from fzero.compression.cleaning import clean, shrunk
 from fzero.compression.plan import plan_of
 from fzero.compression.prepared import prepare
 from fzero.compression.students import start_of_student
+from fzero.config.compression import CompressionTraining
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import read
+from fzero.engine.divided_params import gathered, shaped
 from fzero.engine.engine import Engine
 from fzero.engine.param_views import engine_of
 
@@ -26,20 +28,28 @@ def init_compression(
 ) -> nn.Module:
     """Prepares a model for compressed training, and returns it. Its modules stay; trained scores, masks and ranges are added.
 
+    *Collective* with `layer_reduction` where `zero.Init` has divided a model: every rank; both models are gathered whole.
+
     Args:
+        model: also one that `zero.Init` has divided, which stays so.
         deepspeed_config: a mapping in DeepSpeed's schema, or the path of a file.
         teacher_model: needed with `layer_reduction`.
         mpu: must be None, because no rank is model-parallel.
     """
     _check_mpu(mpu)
-    prepare(model, _block(deepspeed_config), teacher=teacher_model)
+    cfg = Config.load(_block(deepspeed_config))
+    params = [*model.parameters(), *(teacher_model.parameters() if teacher_model is not None else ())]
+    block = cfg.compression_training or CompressionTraining()
+    inside: Any = gathered(params, 0) if block.layer_reduction.enabled else shaped(model)
+    with inside:
+        prepare(model, cfg, teacher=teacher_model)
     return model
 
 
 def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: Any = None) -> nn.Module:
     """A copy of a model with its compression made permanent, and smaller matrices where `related_modules` says so.
 
-    DeepSpeed changes the model itself; use what this returns. *Collective* for the model of an engine: every rank.
+    DeepSpeed changes the model itself; use what this returns. *Collective* for a divided model, and an engine's: every rank.
 
     Args:
         model: one after `init_compression`, on its own or under an engine; or an engine.
@@ -52,14 +62,15 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
     assert isinstance(module, nn.Module)
     plan = plan_of(module)
     if plan is None:
-        if not Config.load(_block(deepspeed_config)).compression_training.compresses:
+        if not Config.load(_block(deepspeed_config)).compresses:
             return module
         raise ConfigError(
             "redundancy_clean: needs a model after init_compression, got one without its plan; call init_compression before "
             "training"
         )
     if engine is None:
-        return shrunk(module, clean(module.state_dict(), plan))
+        with gathered(module.parameters(), None):
+            return shrunk(module, clean(module.state_dict(), plan))
     weights = clean(engine.train_step.gather(engine.state), plan)
     with engine.gathered():  # so that parameters have their shapes
         return shrunk(module, weights)
@@ -67,8 +78,11 @@ def redundancy_clean(model: nn.Module | Engine, deepspeed_config: Source, mpu: A
 
 def student_initialization(student_model: nn.Module, teacher_model: nn.Module, deepspeed_config: Source) -> None:
     """Copies the layers of a teacher that the block `layer_reduction` names into a student, buffers included."""
-    reduction = Config.load(_block(deepspeed_config)).compression_training.layer_reduction
-    student_model.load_state_dict(start_of_student(student_model.state_dict(), teacher_model.state_dict(), reduction))
+    block = Config.load(_block(deepspeed_config)).compression_training or CompressionTraining()
+    with gathered([*student_model.parameters(), *teacher_model.parameters()], 0):
+        student_model.load_state_dict(
+            start_of_student(student_model.state_dict(), teacher_model.state_dict(), block.layer_reduction)
+        )
 
 
 def _block(source: Source) -> Source:

@@ -236,7 +236,7 @@ class AsksForFlags(Odd):
         return x * (1 + sum(param.requires_grad for param in self.parameters()) / 16)
 
 
-@odd(known="a Parameter is no leaf inside the forward")
+@odd()
 class AsksForLeaf(Odd):
     def odd(self, x: Tensor) -> Tensor:
         return 2 * x if self.inlet.weight.is_leaf else x

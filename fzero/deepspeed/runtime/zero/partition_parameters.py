@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
@@ -16,7 +16,15 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigWarning
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
 from fzero.engine.constructors import constructing
-from fzero.engine.divided_params import check_not_foreign, divide, fingerprint, gathered, refuse_changes
+from fzero.engine.divided_params import (
+    check_forms,
+    check_modifier,
+    check_not_foreign,
+    divide,
+    fingerprint,
+    gathered,
+    refuse_changes,
+)
 from fzero.engine.division_rules import check_all_ranks, rules_of
 from fzero.engine.param_status import ZeroParamStatus as ZeroParamStatus
 from fzero.engine.param_views import engine_of
@@ -140,7 +148,8 @@ class GatheredParameters(AbstractContextManager[None]):
     *Collective:* every rank, with the same parameters, to enter and to leave.
 
     Args:
-        params: one or several, of a module that an engine trains; others are not changed.
+        params: one or several, of modules that engines train, of which several may be mixed (then on every rank in one order
+            of the engines), or that `Init` has divided; others are not changed.
         modifier_rank: the rank whose values are written to the state and its masters on exit. None writes nothing, and
             raises on all ranks when one of them has changed a value.
         enabled: False does nothing.
@@ -166,14 +175,25 @@ class GatheredParameters(AbstractContextManager[None]):
 
 @contextmanager
 def _gathered(given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
-    engine = next(filter(None, map(engine_of, given)), None)
-    if engine is None:
-        check_not_foreign(given)
-        with gathered(given, modifier_rank):
-            yield
-        return
+    check_not_foreign(given)
+    of_engines: dict[Any, list[Tensor]] = {}
+    for param in given:
+        if (engine := engine_of(param)) is not None:
+            of_engines.setdefault(engine, []).append(param)
+    with ExitStack() as inside:
+        for engine, own in of_engines.items():
+            inside.enter_context(_gathered_of(engine, own, modifier_rank))
+        inside.enter_context(gathered(given, modifier_rank))
+        yield
+
+
+@contextmanager
+def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[None]:
+    """Inside, parameters of one engine are full."""
+    axis = engine.train_step.runtime.mesh.world
+    check_modifier(modifier_rank, axis)
     engine.active_step()
-    names = sorted({name for name in map(engine.live.name_of, given) if name is not None})
+    names = sorted({engine.live.name_of(param) for param in given})
     outer, whole = engine.is_gathered, full_params(engine.train_step, engine.state, names)
     before = {name: fingerprint(value) for name, value in whole.items()}
     for name, value in whole.items():
@@ -185,8 +205,8 @@ def _gathered(given: Sequence[Tensor], modifier_rank: int | None) -> Iterator[No
         engine.is_gathered = outer
         values = {name: engine.live.own[name].data for name in names}
         engine.show_state()
-    axis = engine.train_step.runtime.mesh.world
     if modifier_rank is not None:
+        check_forms([(value, whole[name].shape) for name, value in values.items()], axis)
         for name, value in values.items():
             label = Label("other", name)
             agreed = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.config.config import Config
-from fzero.engine.data_efficiency import sampler_of
+from fzero.engine.data_efficiency import efficiency_of, sampler_of
 
 __all__ = ["DeepSpeedDataSampler"]
 
@@ -41,7 +41,7 @@ class DeepSpeedDataSampler:
     ) -> None:
         cfg = Config.load({"data_efficiency": dict(data_efficiency_config)})
         self.sampler = sampler_of(cfg, one_epoch_total_samples)
-        self.total_samples = one_epoch_total_samples * cfg.data_efficiency.data_sampling.num_epochs
+        self.total_samples = one_epoch_total_samples * efficiency_of(cfg).data_sampling.num_epochs
         self.micro_batch_size, self.gradient_accumulation_steps = micro_batch_size, gradient_accumulation_steps
         self.data_parallel_rank, self.data_parallel_size = data_parallel_rank, data_parallel_size
         self.consumed_samples = 0

@@ -15,6 +15,7 @@ from fzero.data.index_files import read_rows
 from fzero.data.token_batches import batches_by_tokens, scaled_rate
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DistributedDataAnalyzer
 from fzero.deepspeed.utils.logging import logger
+from fzero.engine.data_efficiency import efficiency_of
 from fzero.engine.engine import Engine
 
 __all__ = [
@@ -245,7 +246,7 @@ def get_dataloader_and_lr_scheduler_for_variable_batch_size_deepspeed(
         dataset_seqlens: tokens of each sample; None reads the metric `seqlen` in `metrics_path`, or measures it with
             `batch_seqlens_fn`.
     """
-    efficiency = engine.cfg.data_efficiency
+    efficiency = efficiency_of(engine.cfg)
     block = efficiency.data_sampling.dynamic_batching
     if not (efficiency.samples and block.enabled) or block.max_tokens is None:
         raise ConfigError(

@@ -1,0 +1,122 @@
+"""`SeenCompressed`: what the modules of one forward-backward see of compressed parameters, on one rank.
+
+It stands between the gather and the module. A value is computed from the gathered parameters and n, the number of updates so far;
+so it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where
+`stage3_max_live_parameters` has room for it (`kept_units`), and otherwise computed for each stay of its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from fzero.compression.plan import CompressionPlan
+from fzero.plans.plan import Plan, UnitPlan
+from fzero.runtime.seen_params import SeenParams
+
+
+def seen_numel(unit: UnitPlan, names: Collection[str]) -> dict[str, int]:
+    """The elements of a unit's compressed parameters, by the dtype in which modules see them.
+
+    Args:
+        names: the compressed parameters.
+    """
+    found: dict[str, int] = {}
+    for buffer in unit.buffers:
+        numel = sum(stop - start for start, stop in map(buffer.layout.bounds, names_in(buffer.layout.names, names)))
+        if numel:
+            found[buffer.dtypes.param] = found.get(buffer.dtypes.param, 0) + numel
+    return found
+
+
+def names_in(names: Collection[str], among: Collection[str]) -> list[str]:
+    """Those names that are among others, in their own order."""
+    return [name for name in names if name in among]
+
+
+def kept_units(plan: Plan, names: Collection[str]) -> frozenset[str]:
+    """The gathered units whose compressed values are kept from the forward to the backward, and for further micro-steps.
+
+    They count among the live parameters: as many units, in the order of their declaration, as `stage3_max_live_parameters` has
+    room for besides what a step gathers at once.
+
+    Args:
+        names: the compressed parameters.
+    """
+    room, kept = plan.max_live - plan.unit_rules.most_gathered(), set[str]()
+    for unit in plan.units:
+        numel = sum(seen_numel(unit, names).values())
+        if numel and unit.gathered_numel and numel <= room:
+            room -= numel
+            kept.add(unit.name)
+    return frozenset(kept)
+
+
+class SeenCompressed(SeenParams):
+    """The values of the parameters that a plan compresses, by unit.
+
+    Args:
+        plan: what compresses each parameter.
+        n: the number of updates so far.
+        buffers: the module buffers, with the masks.
+        units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
+
+    Attributes:
+        is_on: the parameters that are compressed now.
+        scored: the parameters whose gradient trains scores, also where they are frozen themselves.
+    """
+
+    def __init__(
+        self, plan: CompressionPlan, n: int, buffers: Mapping[str, Tensor], *, units: Plan | None = None
+    ) -> None:
+        self._plan, self._n, self._buffers = plan, n, buffers
+        self._by_unit: dict[str, dict[str, Tensor]] = {}
+        self.is_on = {name for name in plan.params if plan.on(name, n)}
+        self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()
+        self.scored = frozenset(name for name in self.is_on if plan.scores_of(name))
+
+    def of(self, unit: UnitPlan, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The values that differ from the parameters of a unit in use, by name.
+
+        Args:
+            full: returns all its parameters.
+        """
+        if not self.is_on:
+            return {}
+        found = self._by_unit.get(unit.name)
+        if found is None:
+            names = [name for b in unit.buffers for name in b.layout.names if name in self.is_on]
+            found = self._by_unit[unit.name] = self._computed(names, full() if names else {})
+        return found
+
+    def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The values that differ from the parameters, for a model whose parameters are all there."""
+        return self._computed(sorted(self.is_on), full)
+
+    def _computed(self, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        with torch.no_grad():
+            tensors = {**self._buffers, **full}
+            return {name: self._plan.seen(name, full[name], self._n, tensors) for name in names}
+
+    def forget(self, unit: str) -> dict[str, Tensor]:
+        """Drops the values of a unit that is released, unless they are kept, and returns them."""
+        return {} if unit in self._kept else self._by_unit.pop(unit, {})
+
+    def close(self) -> None:
+        """Drops all values."""
+        self._by_unit.clear()
+
+    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The gradients of a parameter and of its scores, from the gradient of the value that a module saw.
+
+        Args:
+            full: returns all parameters of its unit; called where scores need them.
+        """
+        if name not in self.is_on:
+            return {name: grad}
+        with torch.no_grad():
+            given = full() if name in self.scored else {}
+            tensors = {**self._buffers, **given}
+            return self._plan.pulled(name, grad, self._n, tensors, lambda: given[name])

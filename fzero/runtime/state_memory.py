@@ -1,0 +1,164 @@
+"""`StateMemory`: makes and checks the flat buffers of a rank's state, all of them on the device of the model.
+
+`fzero.runtime.offload.Offload` is for state that lives elsewhere, and documents the methods that do nothing here. If the model is
+on the CPU, host memory is device memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+import optree
+import torch
+from torch import Tensor
+
+from fzero.comms.axes import Bound
+from fzero.comms.mesh import RankMesh
+from fzero.optim.transforms import Transform
+from fzero.plans.plan import FlatParamPlan, Plan
+from fzero.state import QUANTITIES, TrainState
+from fzero.storage.shard_transfer import BufferPool, ShardTransfer, to_device
+from sharding import TensorSpec
+from sharding.specs import Placement
+from sharding.views import torch_dtype
+
+if TYPE_CHECKING:
+    from fzero.runtime.update import Update
+    from fzero.storage.state_files import StateFiles
+
+Place = Literal["here", "host", "nvme"]
+"""Memory as the device sees it: its own memory, host memory if that is different, or a file."""
+
+Parts = dict[str, Any]
+"""One flat buffer's part of a state: `params`, `grads`, `master` and `optimizer`, where it has them."""
+
+_OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
+
+
+class StateMemory:
+    """Creates and checks the flat buffers of a plan whose model, and all of whose state, is on `device`."""
+
+    has_files = False
+    """Whether any tensor lives in a file."""
+    passes_use_files = False
+    """Whether a forward or backward reads or writes files."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.device = device
+        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
+        self._grads = {b.key: (b.grads.local_shape(plan.mesh), b.grads.dtype) for b in plan.flat_buffers if b.trainable}
+
+    def transfer(
+        self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
+    ) -> ShardTransfer:
+        """The transfer of one forward-backward: loads shards of parameters and writes gradients, which it may `measure`."""
+        return ShardTransfer(self.device, scratch, measure=measure, in_memory=in_memory)
+
+    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+        """Starts to read from files what the next update needs."""
+
+    def kind(self, placement: Placement) -> Place:
+        """The memory of a tensor with this placement."""
+        if placement.kind == "device":
+            return "here"
+        return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
+
+    def is_away(self, buffer: FlatParamPlan) -> bool:
+        """Whether a tensor that an update of this buffer reads or writes lives off the device."""
+        return False
+
+    def joins(self, buffer: FlatParamPlan) -> bool:
+        """Whether updated parameters are all-gathered into a shard that lives off the device."""
+        return False
+
+    def runs_on(self, buffer: FlatParamPlan) -> torch.device:
+        """The device on which the buffer is updated."""
+        return self.device
+
+    def make_files(self, world: Bound) -> StateFiles | None:
+        """The files of a new state, for this rank; None if no tensor lives in a file."""
+        return None
+
+    def is_served_by(self, files: StateFiles | None) -> bool:
+        """Whether these files (None: no files) hold exactly the tensors that this plan places in files, with enough buffers."""
+        return files is None
+
+    def agree_on(self, tree: Any, world: Bound) -> None:
+        """Raises on every rank if the files of one rank have failed, to which the handles in `tree` refer."""
+
+    def init(
+        self,
+        buffer: FlatParamPlan,
+        files: StateFiles | None,
+        param: Tensor,
+        values_S: Tensor,
+        make: Callable[[], Transform],
+    ) -> Parts:
+        """A new state's part of one flat buffer, each tensor in the memory of its placement; gradients are zeros.
+
+        Args:
+            param: the parameters that the model computes with, on the device.
+            values_S: on the device: this rank's shard of the parameters to update, or the master (also that of a frozen buffer).
+            make: makes the transform of a trained buffer.
+        """
+        return self.init_here(buffer, param, values_S, make)
+
+    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
+        """Like `init`, but with all tensors on the device, whatever their placements."""
+        parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
+        if not buffer.trainable:
+            return parts
+        return parts | {"grads": self._zeros(buffer), "optimizer": make().init(values_S)}
+
+    def _zeros(self, buffer: FlatParamPlan) -> Tensor:
+        shape, dtype = self._grads[buffer.key]
+        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+
+    def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
+        """A state's part of one flat buffer, moved to this plan's placements; one that need not move is returned itself."""
+        there = {quantity: part for quantity, part in parts.items() if quantity != "master" or buffer.has_master}
+        moved: Any = optree.tree_map(lambda x: to_device(x, self.device), there)  # type: ignore[arg-type]
+        return moved  # type: ignore[no-any-return]
+
+    def step(
+        self,
+        state: TrainState[Any],
+        updates: Sequence[Update],
+        mesh: RankMesh,
+        skip: Tensor | None,
+        *,
+        scratch: BufferPool,
+    ) -> TrainState[Any]:
+        """The state after the updates of those buffers that live off the device."""
+        raise AssertionError("all buffers are on the device")
+
+    def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """Raises unless each tensor of a state lives where its spec says, and its files are good.
+
+        Raises:
+            ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
+            StoreError: the state is stale, or its files are broken.
+        """
+        is_cpu = not self.has_files and self.device.type == "cpu"
+        if is_cpu and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves):
+            return  # the usual case at once
+        for name, leaf, spec in zip(names, leaves, specs, strict=True):
+            in_file = not isinstance(leaf, Tensor)
+            if in_file != (spec.placement.kind == "nvme"):
+                raise ValueError(
+                    f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; move the state there with "
+                    f"fzero.place(state, step)"
+                    if in_file
+                    else f"{name}: must live in a file in this step, got a tensor in memory; move the state there with "
+                    f"fzero.place(state, step)"
+                )
+            if in_file:
+                leaf.check()
+            elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
+                expected = self.device if self.kind(spec.placement) == "here" else torch.device("cpu")
+                if leaf.device.type != expected.type:
+                    raise ValueError(
+                        f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; move the state there with "
+                        f"fzero.place(state, step)"
+                    )
