@@ -255,6 +255,7 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
         keys = keys_of(name, stage, precision, variant, rows)
         found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
+        of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files
         of_plan["activations"] = of_plan["peak"] - of_plan["rest"]
         told = {"model": name, "precision": precision, "variant": variant, "stage": stage}
         yield told | {
