@@ -113,9 +113,7 @@ def main() -> int:
         return 0
     results: dict[str, Any] = {"machine": machine(), "parts": {}}
     if not (results["machine"]["card"] or options.tiny):
-        print(
-            "gpu: this machine has no card that torch sees; --pretended runs the laws on the pretended device, --tiny all parts"
-        )
+        print("gpu: this machine has no card that torch sees; --tiny runs all parts on the processor")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     options.until = time.time() + TOTAL
@@ -126,11 +124,7 @@ def main() -> int:
         results["parts"][name] = part | {"seconds": time.time() - start}
         (options.out / "results.json").write_text(json.dumps(results, indent=1))
         (options.out / "report.md").write_text(page(results))
-        rate = f"{part['tokens_per_second']:.0f} tokens/s" if "tokens_per_second" in part else ""
-        print(
-            f"{name}: {rate or part.get('not_run') or part.get('error') or ('passed' if part['passed'] else 'failed')}",
-            flush=True,
-        )
+        print(f"{name}: {verdict(part)}", flush=True)
     print((options.out / "report.md").read_text())
     return int(any(part.get("passed") is False for part in results["parts"].values()))
 

@@ -98,9 +98,13 @@ def plain_training(device: str, num_steps: int = 4) -> dict[str, Any]:
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any]) -> float:
-    """The largest difference of two weights."""
-    return max(
-        float((x.float() - expected["weights"][name].float()).abs().max()) for name, x in found["weights"].items()
+    """The largest difference of two weights; NaN if one has a NaN, which Python's `max` may pass over."""
+    import torch
+
+    return float(
+        torch.stack(
+            [(x.float() - expected["weights"][k].float()).abs().max() for k, x in found["weights"].items()]
+        ).max()
     )
 
 

@@ -114,9 +114,9 @@ class Job:
         """The median seconds of so many steps, each that of the slowest rank."""
         for pipe in self.pipes:
             pipe.send(num_steps)
-        told = [pipe.recv() for pipe in self.pipes]
-        self.peak = max(self.peak, *(peak for _, peak in told))
-        return statistics.median(map(max, zip(*(seconds for seconds, _ in told), strict=True)))
+        reports = [pipe.recv() for pipe in self.pipes]
+        self.peak = max(self.peak, *(peak for _, peak in reports))
+        return statistics.median(map(max, zip(*(seconds for seconds, _ in reports), strict=True)))
 
     def end(self) -> None:
         for pipe in self.pipes:
@@ -150,8 +150,8 @@ def main() -> None:
             "times": statistics.median(mine / other for mine, other in turns),
         }
         job.end()
-        told = json.dumps({"args": vars(args), "found": found}, default=str, indent=1)
-        (args.out / "ladder.json").write_text(told)  # also of a run that is ended
+        text = json.dumps({"args": vars(args), "found": found}, default=str, indent=1)
+        (args.out / "ladder.json").write_text(text)  # also of a run that is ended
     base.end()
     with torch.device("meta"):
         numel = sum(param.numel() for param in GPT(size).parameters())

@@ -19,7 +19,7 @@ All take turns in rounds, on one thread, and numbers are medians of the rounds, 
 hits all of them. On a CPU, host memory is where the state is on the device: the update is the same.
 
 `--memory` trains one rank of each kind in a process of its own, for a model on `meta` of `--millions` parameters in equal blocks,
-and tells the most resident memory that it had beyond what it had before `init`, per parameter.
+and prints the most resident memory that it had beyond what it had before `init`, per parameter.
 """
 
 import argparse

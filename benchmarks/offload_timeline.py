@@ -5,7 +5,7 @@
 
 Two ranks with one thread each train the GPT of the other benchmarks in stage 2, with master, moments and gradients in files, once
 in the order of declaration and once with `round_robin_gradients`. Seconds begin with the forward. Every call that reads
-or writes a block is a bar of its lane; it is also told when each rank's first gradient leaves.
+or writes a block is a bar of its lane; it also shows when each rank's first gradient leaves.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 def watched(
     spans: list[Span], lane_of: Callable[..., tuple[str, str]], function: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The function, which tells when it ran."""
+    """The function, which also returns when it ran."""
 
     def run(*args: Any) -> Any:
         begin = time.perf_counter()
@@ -121,10 +121,10 @@ def measured(size: Size, is_turned: bool, args: argparse.Namespace) -> list[list
             processes.append(spawn.Process(target=rank_of, args=given, daemon=True))
             processes[-1].start()
             theirs.close()
-        told = [pipe.recv() for pipe in pipes]
+        spans = [pipe.recv() for pipe in pipes]
         for process in processes:
             process.join()
-    return told
+    return spans
 
 
 def draw(axes: Any, ranks: list[list[Span]], title: str) -> None:

@@ -110,7 +110,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table. Ratios are of medians; `None` where there is nothing to tell."""
+    """One line of the table. Ratios are of medians; `None` where there is nothing to compare."""
 
     size: str
     stage: int

@@ -257,14 +257,14 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
         of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files
         of_plan["activations"] = of_plan["peak"] - of_plan["rest"]
-        told = {"model": name, "precision": precision, "variant": variant, "stage": stage}
-        yield told | {
+        case = {"model": name, "precision": precision, "variant": variant, "stage": stage}
+        yield case | {
             "measured": found,
             "planned": of_plan | {"seconds": plan.seconds},
             "description": plan.step.description,
         }
         console.print(
-            told, found, of_plan, plan.seconds, plan.step.description, soft_wrap=True
+            case, found, of_plan, plan.seconds, plan.step.description, soft_wrap=True
         ) if args.verbose else None
 
 

@@ -39,11 +39,11 @@ def run_rank(rank: int, arguments: argparse.Namespace) -> None:
         for batch in batches[NUM_WARMUP_STEPS:]:
             step(batch)
     if rank == 0:
-        tell(profiler, arguments)
+        show(profiler, arguments)
     dist.destroy_process_group()
 
 
-def tell(profiler: profile, arguments: argparse.Namespace) -> None:
+def show(profiler: profile, arguments: argparse.Namespace) -> None:
     path = arguments.out / f"{arguments.size}_stage{arguments.stage}_{arguments.mode}_{arguments.dtype}.json"
     profiler.export_chrome_trace(str(path))
     table = Table(title=f"{arguments.mode}, stage {arguments.stage}: ms of each part by itself, per step")

@@ -168,8 +168,8 @@ def distilled(dense: Encoder, num_steps: int) -> nn.Module:
         logits = model(tokens)
         with torch.no_grad():
             wanted = F.log_softmax(dense(tokens), -1)
-        told = F.kl_div(F.log_softmax(logits, -1), wanted, log_target=True, reduction="batchmean")
-        return F.cross_entropy(logits, kinds) + told
+        distance = F.kl_div(F.log_softmax(logits, -1), wanted, log_target=True, reduction="batchmean")
+        return F.cross_entropy(logits, kinds) + distance
 
     step = fzero.make_train_step(student, config({}), loss_fn=loss_fn)
     state = train(step, step.init(), num_steps)

@@ -21,7 +21,7 @@ from fzero.profiling import machine as machine_report
 from fzero.tuning.cli import run, tune
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
-       fzero COMMAND …                       one of the commands below; fzero COMMAND --help tells more
+       fzero COMMAND …                       one of the commands below; fzero COMMAND --help explains it
 
 ZeRO as pure functions on PyTorch
 
@@ -55,7 +55,7 @@ def show_config(arguments: list[str]) -> int:
 
     def make() -> tuple[Table, dict[str, Any]]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConfigWarning)  # the table tells them
+            warnings.simplefilter("ignore", ConfigWarning)  # the table shows them
             shown = ShownConfig.load(given.file)
         return shown.table(defaults=given.defaults), {
             "values": shown.values(),

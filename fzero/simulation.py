@@ -447,7 +447,7 @@ def _functions() -> Iterator[list[str]]:
 
 
 def _twin(recipe: StepSpec) -> nn.Module:
-    """A copy of the modules, with the same parameters and buffers, and with what code holds of them."""
+    """A copy of the modules, with the same parameters and buffers, and with those tensors that other code holds."""
     model, held = recipe.model, [x for each in recipe.held or () if (x := each.tensor()) is not None]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
     try:

@@ -24,7 +24,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
@@ -424,7 +424,9 @@ class TrainStep:
         """
         return parts.first_overflow(self.runtime, state)
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None = None) -> Self:
+    def following(
+        self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None = None
+    ) -> Self:
         """The same step with other learning rates and other hyper-parameters of optimizers. It takes the same states.
 
         Args:

@@ -100,7 +100,7 @@ def load_by_ranks(
     meet(call, axis)
     check_same_folder(axis, dir, call.rpartition(".")[2])
     path = Path(of_rank_0(axis, lambda: str(find(Path(dir)))))
-    scratch = step.runtime.offload.make_files(axis)
+    scratch = together(axis, partial(step.runtime.offload.make_files, step.runtime.mesh.world))
     own = together(axis, lambda: read(path, step, scratch))
     return own._replace(state=placed(own.state, step, scratch))
 
@@ -108,7 +108,7 @@ def load_by_ranks(
 def placed(state: TrainState[Tensor], step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
     """A state that was read, moved to the step's placements. *Collective* where there are files: raises if any failed."""
     if scratch is not None:
-        agree(scratch, step.runtime.world)
+        agree(scratch, step.runtime.mesh.world)
     return place(state, step)
 
 

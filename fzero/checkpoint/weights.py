@@ -10,7 +10,8 @@ Each rank reads the ranges that it holds; no rank ever holds the full model.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -91,25 +92,23 @@ def save_16bit_model(
     check_path("out", out)
     runtime, names = step.runtime, step.runtime.stored_names
     runtime.check_state(state)
-    if runtime.stages is not None:
-        raise ValueError(
-            "save_16bit_model: step must not be a pipeline as yet, whose stages hold different weights; save it "
-            "with fzero.save, and export the checkpoint with fzero.checkpoint.export"
-        )
     meet("fzero.checkpoint.save_16bit_model", runtime.mesh.world)
-    keys, aliases = _first_keys(names)
     stored = {n: Stored(spec.shape, spec.dtype) for n, spec in step.plan.buffers.items()} | {
         name: Stored(shape, exported_dtype(buffer.dtypes.param, dtype))
         for buffer in step.plan.flat_buffers
         for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
     }
+    views: Iterator[Mapping[str, Tensor]] = chain(runtime.full_weights(state), (state.buffers,))
+    if runtime.stages is not None and step.data_rank == 0:
+        names, forms, views = runtime.stages.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
+        stored = {name: Stored(tuple(shape), dtype) for name, (shape, dtype) in forms.items()}
+    keys, aliases = _first_keys(names)
     exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
     problem = None
-    views = runtime.full_weights(state)
     try:
         if step.rank == 0:
             with exported:
-                for tensors in chain(views, (state.buffers,)):
+                for tensors in views:
                     for name in tensors.keys() & keys.keys():
                         exported.write(keys[name], tensors[name])
     except OSError as error:
@@ -119,7 +118,7 @@ def save_16bit_model(
     for _ in views:  # all ranks must finish the gathers, also after an error on rank 0
         pass
     runtime.agree_on_files(state)
-    problems = collectives.exchange(problem, runtime.mesh.world, label=Label("save"))
+    problems = collectives.exchange(problem, runtime.world, label=Label("save"))
     if problems[0]:
         raise CheckpointError(problems[0])
 
@@ -146,7 +145,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
         return step.joined(step.on_each(lambda rank: load_weights(path, step=step.steps[rank])))
     world = step.runtime.world
     meet("fzero.load_weights", world)
-    scratch = step.runtime.offload.make_files(world)
+    scratch = together(world, partial(step.runtime.offload.make_files, step.runtime.mesh.world))
     check_same_folder(world, path, "load_weights")
     read = together(world, lambda: _load(Path(path), step, scratch))
     return with_first_masks(step.runtime, placed(read, step, scratch))

@@ -67,7 +67,9 @@ class ProcessAxis:
 
     def global_rank(self, rank: int) -> int:
         """The rank in the whole job of `rank` on this axis."""
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+        if self.group is not None:
+            return dist.get_global_rank(self.group, rank)
+        return dist.get_rank() if self.size == 1 and dist.is_initialized() else rank
 
 
 @dataclass(frozen=True, slots=True)

@@ -404,6 +404,10 @@ def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> 
     """
     if axis.observe is not None:  # not counted in `HERE`: the number of messages differs between ranks
         axis.observe(CommRecord("send", axis.name, label, x.numel(), x.nbytes))
+    if x.is_cuda and isinstance(axis, ProcessAxis):  # NCCL runs it beside the compute anyway
+        with explained(label):
+            work = dist.isend(x, axis.global_rank(target), group=axis.group)
+        return Pending(label, [work] if work is not None else (), None, x)
     return Pending(label, _swap({}, {target: x}, axis), None, x)
 
 

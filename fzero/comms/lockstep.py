@@ -126,6 +126,11 @@ class Hub:
         return [found.get(other, value) for other in range(self.size)]
 
     def _wait(self, message: tuple[int, int, int]) -> None:
+        if torch.autograd.forward_ad._current_level >= 0:
+            raise ValueError(
+                "simulate: ranks in lockstep must not gather inside forward-mode differentiation (torch.func.jvp, jacfwd), whose "
+                "levels are those of the process and not of a rank; use real processes, or a stage below 3"
+            )
         rank = message[1]
         self._waits_for[rank] = message
         rng = torch.get_rng_state()

@@ -28,7 +28,7 @@ from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
-from sharding import Mesh, Sharded, Spec
+from sharding import Mesh
 
 if TYPE_CHECKING:
     from fzero.comms.stacked import Stacked, StackedAxis
@@ -78,10 +78,6 @@ class AxisMesh(Generic[AnyAxis]):
     def num_shards(self) -> int:
         """F."""
         return math.prod([axis.size for axis in self.axes])
-
-    def axes_of(self, spec: Spec) -> tuple[AnyAxis, ...]:
-        """The axes that the spec of a part of the state names: the first ones of `axes`."""
-        return self.axes[: len(spec.axes)] if isinstance(spec, Sharded) else ()
 
     def start_all_gather(
         self,

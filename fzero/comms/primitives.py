@@ -284,7 +284,7 @@ class _Collective(torch.autograd.Function):
     """A primitive, known by its name.
 
     `number` is the number of each stacked rank, None for one rank. `torch.vmap` batches it at the level of the ranks only, which
-    tells this level from those of other calls of `torch.vmap`.
+    distinguishes this level from those of other calls of `torch.vmap`.
     """
 
     @staticmethod

@@ -22,7 +22,7 @@ from fzero.comms.pending import drop_abandoned, has_abandoned
 from fzero.comms.rendezvous import launched
 from sharding import Mesh
 
-_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = WeakKeyDictionary()
+_PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups that contain some ranks of another group, by that group. They live as long as it does."""
 
 AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
@@ -136,19 +136,32 @@ def along(world: AnyRank, mesh: Mesh, name: str) -> AnyRank:
     return ProcessAxis(name, size, rank, group, world.observe)
 
 
-def group_of(parent: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str) -> dist.ProcessGroup:
-    """The group of some `ranks` of a parent group, by their ranks in the whole job."""
+def once_more(axis: Bound) -> Bound:
+    """The same ranks with a process group of their own beside the axis's, for collectives that must not wait for those there.
+
+    *Collective* on a `ProcessAxis` of several ranks: every one.
+    """
+    if not isinstance(axis, ProcessAxis) or axis.size == 1:
+        return axis
+    ranks = tuple(map(axis.global_rank, range(axis.size)))
+    return replace(axis, group=group_of(None, ranks, f"fzero {axis.name}", of="again"))
+
+
+def group_of(
+    parent: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str, *, of: str = ""
+) -> dist.ProcessGroup:
+    """The group of some `ranks` of a parent group, by their ranks in the whole job; one for each `of`."""
     parent = parent or dist.group.WORLD
     assert parent is not None
     parts = _PARTS.setdefault(parent, {})
-    if ranks not in parts:
-        limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks}"
+    if (of, ranks) not in parts:
+        limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
         # Only the group's own ranks make it, because `parent` may be only a part of the job.
         with explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name):
-            parts[ranks] = dist.new_group(
+            parts[of, ranks] = dist.new_group(
                 list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
             )
-    return parts[ranks]
+    return parts[of, ranks]
 
 
 @contextmanager

@@ -34,9 +34,12 @@ def compression(cfg: Config | Mapping[str, Any] | str, model: nn.Module, *, seed
         seed: of stochastic rounding and of the first scores.
 
     Raises:
+        TypeError: the model is no module.
         ConfigError: an expression matches no module that the technique takes, a module is in two groups of a technique, only one
             user of a tied weight is named, or sizes do not fit.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"compression: model must be an nn.Module, got {type(model).__name__}; call its class first")
     block = Config.load(cfg).compression_training or CompressionTraining()
     search = _Search(model, seed)
     search.quantize_weights(block)

@@ -185,6 +185,8 @@ class Group(Block):
 
     @model_validator(mode="after")
     def _pairs(self) -> Self:
+        if not self.modules:
+            raise ValueError("modules: must have an expression, or the group compresses nothing, got none; '*' is all")
         if self.related_modules and len(self.related_modules) != len(self.modules):
             raise ValueError(
                 f"related_modules: must have one list for each of the {len(self.modules)} expressions in modules, got "

@@ -19,7 +19,7 @@ from fzero.config.elasticity import Elasticity
 from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, later, message_of
 from fzero.config.files import ConfigError as ConfigError, read
 from fzero.config.offload import AIO
-from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, AdamW, Optimizer, own_keys
+from fzero.config.optimizer_block import AdamW, OptimizerBlock
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
     from fzero.config.schedulers import AnyScheduler
     from fzero.config.sparse_attention import SparseAttention
     from fzero.config.unused_keys import Note
+
+    AnyOptimizer = OptimizerBlock
 else:
+    AnyOptimizer = later("optimizers", "Optimizer")
     AnyScheduler = later("schedulers", "AnyScheduler")
     CompressionTraining = later("compression", "CompressionTraining")
     CurriculumLearning = later("data_efficiency", "CurriculumLearning")
@@ -63,7 +66,7 @@ class Config(Block):
     """Samples per rank and micro-step."""
     gradient_accumulation_steps: Count | None = None
     """Micro-steps in one step, whose gradients are averaged before the one update; None is inferred, or 1."""
-    optimizer: Optimizer = AdamW()
+    optimizer: AnyOptimizer = AdamW()
     """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
     scheduler: AnyScheduler | None = None
     """The learning rate by the number of updates: one of DeepSpeed's schedules, or a class of `torch.optim.lr_scheduler`, with
@@ -258,7 +261,10 @@ class Config(Block):
 
             for text in data_warnings(self.data_efficiency, self.curriculum_learning):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
-        for note in self.conflicts:
+        quantizes = [
+            name for name in self.zero_optimization.model_fields_set if name.startswith(("zero_quant", "zeropp"))
+        ]
+        for note in self.conflicts if quantizes else ():
             if "zero_quantized" in note.key or "zeropp_loco_param" in note.key:
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"
                 warnings.warn(text, ConfigWarning, stacklevel=3)
@@ -295,7 +301,12 @@ class Config(Block):
             raise ConfigError(
                 f"Config.load: needs a mapping or the path of a JSON file, got {type(source).__name__}; pass one of these"
             )
-        kept, notes, problems = split_keys(source, honoured=own_keys(source))
+        honoured = frozenset[str]()
+        if "optimizer" in source:
+            from fzero.config.optimizers import own_keys
+
+            honoured = own_keys(source)
+        kept, notes, problems = split_keys(source, honoured=honoured)
         cfg, wrong = None, list(problems)
         try:
             cfg = cls.model_validate(kept)
@@ -350,6 +361,7 @@ def _explain(detail: ErrorDetails) -> str:
     location: list[str] = []
     for index, part in enumerate(map(str, detail["loc"])):
         if index == 1 and location[0] in ("optimizer", "scheduler"):  # the member of the union, not a key
+            from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS
             from fzero.config.schedulers import SCHEDULERS, TorchScheduler
 
             block = {**OPTIMIZERS, **TORCH_OPTIMIZERS, **SCHEDULERS}.get(part, TorchScheduler)

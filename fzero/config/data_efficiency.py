@@ -67,8 +67,11 @@ class Difficulty(Block):
 
         if numbers.difficulty is not None and numbers.max_step is not None and kind == "fixed_discrete":
             return Discrete(numbers.difficulty, numbers.max_step)
+        least, most = self.min_difficulty or 0, self.max_difficulty or 0
+        if least > most:
+            raise ValueError(f"min_difficulty: must be at most max_difficulty, {most}, got {least}; lower it")
         return Root(
-            self.min_difficulty or 0, self.max_difficulty or 0, numbers.total_curriculum_step or 1,
+            least, most, numbers.total_curriculum_step or 1,
             numbers.difficulty_step or 1, numbers.root_degree or 1 if kind == "fixed_root" else 1,
         )  # fmt: skip
 
@@ -228,6 +231,8 @@ class LTDSchedule(Block):
         from fzero.data.schedules import Root
 
         numbers = self.schedule_config
+        if self.min_value > self.max_value:
+            raise ValueError(f"min_value: must be at most max_value, {self.max_value}, got {self.min_value}; lower it")
         return Root(self.min_value, self.max_value, numbers.require_steps, numbers.seq_per_step)
 
 

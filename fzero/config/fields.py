@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -86,7 +87,12 @@ class Later:
 
     def read(self, value: object) -> Any:
         """The value as that block; raises as pydantic does."""
-        return TypeAdapter(self.load()).validate_python(value)
+        return _adapter(self).validate_python(value)
+
+
+@cache
+def _adapter(block: Later) -> TypeAdapter[Any]:
+    return TypeAdapter(block.load())
 
 
 def later(module: str, name: str) -> Any:

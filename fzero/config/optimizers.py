@@ -5,38 +5,18 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, Union
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Union
 
-from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, create_model, model_validator
-from torch import Tensor
+from pydantic import BeforeValidator, ConfigDict, Field, create_model, model_validator
 
 import fzero.optim as optim
-from fzero.config.fields import Beta, Block, Count, Number, Rate, problems_of
-from fzero.config.files import ConfigError
+from fzero.config.fields import Beta, Block, Count, Number, Rate
+from fzero.config.optimizer_block import AdamW as AdamW, MomentParams, OptimizerBlock as OptimizerBlock
 from fzero.optim.torch_classes import classes, find
 
 if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents
     from fzero.optim.transforms import Transform
-
-
-class MomentParams(Block):
-    """The hyper-parameters of optimizers with two moments; defaults are torch's."""
-
-    lr: Rate = 1e-3
-    betas: tuple[Beta, Beta] = (0.9, 0.999)
-    eps: Rate = 1e-8
-    weight_decay: Rate = 0.0
-    bias_correction: bool = True
-    """Whether the moments are corrected for their start at zero, as in the paper."""
-
-
-class AdamWParams(MomentParams):
-    """`optimizer.params` of AdamW; defaults are torch's."""
-
-    weight_decay: Rate = 0.01
-    adam_w_mode: bool = True
-    """Has no effect, as in DeepSpeed: AdamW always decouples the weight decay."""
 
 
 class AdamParams(MomentParams):
@@ -146,68 +126,6 @@ class MuonParams(Block):
         return self
 
 
-class OptimizerBlock(Block):
-    """The base of all optimizers: a name, hyper-parameters, and the transform that they make."""
-
-    type: str
-    params: Any
-
-    @property
-    def lr(self) -> float:
-        return float(self.params.lr)
-
-    def is_elementwise(self, kind: str) -> bool:
-        """Whether the update rule `kind` treats each element by itself."""
-        return True
-
-    def kind_of(self, name: str, shape: tuple[int, ...]) -> str:
-        """The update rule of a parameter, where the optimizer has several; each rule has flat buffers of its own."""
-        return ""
-
-    def transform(
-        self,
-        *,
-        lr: float | Tensor | None = None,
-        momentum: float | Tensor | None = None,
-        contents: ShardContents | None = None,
-        kind: str = "",
-    ) -> Transform:
-        """The transform of a flat buffer, whose parameters have one update rule.
-
-        Args:
-            lr: replaces the configured one, unless None. A 0-d tensor may change between updates.
-            momentum: replaces the first beta, likewise.
-            contents: the parameters in the flat tensor, for optimizers that look at full parameters; others do not need it.
-            kind: the update rule, see `kind_of`.
-        """
-        values = self.params.model_dump()
-        if lr is not None:
-            values["lr"] = lr
-        if momentum is not None:
-            values["betas"] = (momentum, values["betas"][1])
-        self._check(kind, contents)
-        return self._make(values if self.is_elementwise(kind) else {**values, "contents": contents}, kind)
-
-    def _check(self, kind: str, contents: ShardContents | None) -> None:
-        if contents is None and not self.is_elementwise(kind):
-            raise ValueError(
-                f"{self.type}: looks at full parameters, so that its transform needs contents, got None; pass them"
-            )
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        """The transform of these hyper-parameters: by default the one that has the optimizer's name."""
-        made: Transform = getattr(optim, self.type.lower())(**values)
-        return made
-
-
-class AdamW(OptimizerBlock):
-    type: Literal["AdamW"] = "AdamW"
-    params: AdamWParams = AdamWParams()
-
-    def _make(self, values: dict[str, Any], kind: str) -> Transform:
-        return optim.adamw(**{key: value for key, value in values.items() if key != "adam_w_mode"})
-
-
 class Adam(OptimizerBlock):
     type: Literal["Adam"] = "Adam"
     params: AdamParams = AdamParams()
@@ -287,6 +205,7 @@ class TorchOptimizer(OptimizerBlock):
     """Any other `type` is a class of `torch.optim`, with its parameters; refused with the reason where it is not elementwise."""
 
     model_config = _NO_SOURCE
+    is_made_before_trace: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _works_on_shards(self) -> Self:
@@ -321,22 +240,6 @@ TORCH_OPTIMIZERS: dict[str, type[TorchOptimizer]] = {
     name: _torch_block(name, cls) for name, cls in classes().items() if name not in OPTIMIZERS
 }
 _BY_LOWER_NAME = {name.lower(): name for name in (*OPTIMIZERS, *TORCH_OPTIMIZERS)}
-
-
-def with_overrides(optimizer: Optimizer, overrides: Mapping[str, Any], field: str) -> Optimizer:
-    """The optimizer with other hyper-parameters, checked like those of the configuration.
-
-    Raises:
-        ConfigError: a hyper-parameter that the optimizer does not have, or a wrong value; begins with `field`.
-    """
-    kind = type(optimizer.params)
-    try:
-        params = kind.model_validate({**optimizer.params.model_dump(), **overrides})
-        changed: Optimizer = type(optimizer).model_validate({"type": optimizer.type, "params": params.model_dump()})
-        return changed
-    except ValidationError as error:
-        known = ", ".join(kind.model_fields)
-        raise ConfigError("\n".join(problems_of(error, field)) + f"; {optimizer.type} has: {known}") from None
 
 
 def _optimizer_name(data: Any) -> Any:

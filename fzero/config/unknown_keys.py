@@ -50,7 +50,7 @@ def _split(source: Mapping[str, Any], block: str, honoured: Collection[str]) -> 
 
 
 def _line(name: str, honoured: Collection[str]) -> str:
-    """The line for an unknown key. A dotted name at the top level, as some programs write, is told its block."""
+    """The line for an unknown key. For a dotted name at the top level, as some programs write, it names the block."""
     block, _, key = str(name).rpartition(".")
     if block not in honoured:
         return unknown_key(str(name), tuple(honoured))

@@ -92,6 +92,12 @@ class ZeroOptimization(Block):
     2048 (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 updates every flat buffer in one piece; Lamb,
     Adafactor and Muon always do."""
 
+    @property
+    def quantizes(self) -> bool:
+        """Whether parameters or gradients are sent in few bits."""
+        weights = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        return weights or self.zero_quantized_gradients
+
 
 class ActivationCheckpointing(Block):
     """DeepSpeed key `activation_checkpointing`. As in DeepSpeed, the block alone (without `every`) checkpoints nothing."""

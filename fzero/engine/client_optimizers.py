@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from fzero.common.arguments import refuse
 from fzero.config.config import ConfigError, ConfigWarning
-from fzero.config.optimizers import OPTIMIZERS, Optimizer, OptimizerBlock, with_overrides
+from fzero.config.optimizer_block import OptimizerBlock, with_overrides
+from fzero.config.optimizers import OPTIMIZERS
 from fzero.optim.torch_optim import torch_optimizer, torch_transform
 from fzero.optim.transforms import Transform
 from fzero.optim.whole_params import WholeParams, check_shapes_do_not_matter, check_whole
@@ -35,7 +36,7 @@ Hyper = dict[str, Any]
 class Groups(NamedTuple):
     """The optimizer and groups of a step, and the groups as the script sees them."""
 
-    optimizer: Optimizer | None
+    optimizer: OptimizerBlock | None
     """Replaces the configuration's optimizer; None keeps that."""
     transform: Callable[[float], Transform] | None
     """Replaces both."""
@@ -74,7 +75,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     return Groups(None, makes[0], rest, optimizer.param_groups, held)
 
 
-def of_parameters(model_parameters: Iterable[Any] | None, configured: Optimizer, model: nn.Module) -> Groups:
+def of_parameters(model_parameters: Iterable[Any] | None, configured: OptimizerBlock, model: nn.Module) -> Groups:
     """The groups of a script's parameters, under the configuration's optimizer.
 
     Raises:

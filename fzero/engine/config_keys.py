@@ -130,7 +130,7 @@ class PipelineKeys(Block):
     """No effect, as in DeepSpeed: the module's `partition_method` counts."""
     seed_layers: bool = False
     """No effect, as in DeepSpeed: fzero builds each layer under a seed of its own."""
-    activation_checkpoint_interval: Count = 0
+    activation_checkpoint_interval: Elements = 0
     """So many layers are run again together in the backward; 0 is the module's own number."""
     pipe_partitioned: bool = True
     """No effect: there is no model axis."""

@@ -24,6 +24,7 @@ from fzero.engine.param_views import PartitionedParameter, PartitionedParameterE
 from fzero.runtime.step_spec import check_same
 from fzero.runtime.tensor_uses import called, needs_values
 
+_LEAVING = Label("other", "at the end of GatheredParameters")
 _NUMBERS = count()
 """The next `ds_id`: the same on all ranks, which divide parameters in one order."""
 
@@ -185,7 +186,7 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
         if id(param) in mine:
             hide([param], source=modifier_rank)
         else:
-            collectives.broadcast(param.data, axis, source=modifier_rank, label=Label("init"))
+            collectives.broadcast(param.data, axis, source=modifier_rank, label=_LEAVING)
 
 
 def check_modifier(rank: int | None, axis: Bound) -> None:
@@ -204,7 +205,7 @@ def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: Bound) -> None
         pairs: each parameter's values now, and its shape.
     """
     forms = [(tuple(now.shape), str(now.dtype)) for now, _ in pairs]
-    world = collectives.exchange(forms, axis, label=Label("other"))
+    world = collectives.exchange(forms, axis, label=_LEAVING)
     for rank, theirs in enumerate(world):
         for (shape, dtype), (_, own), (_, first) in zip(theirs, pairs, world[0], strict=True):
             if tuple(shape) != tuple(own):
@@ -225,7 +226,7 @@ def refuse_changes(changed: Sequence[str], axis: Bound) -> None:
     Args:
         changed: the names of those that this rank has changed.
     """
-    for rank, of_rank in enumerate(collectives.exchange(list(changed), axis, label=Label("other"))):
+    for rank, of_rank in enumerate(collectives.exchange(list(changed), axis, label=_LEAVING)):
         if of_rank:
             raise RuntimeError(
                 f"GatheredParameters: {of_rank[0]!r} must not change while modifier_rank is None, and was changed on rank "

@@ -126,12 +126,25 @@ class HoldsModule(Accessors):
         before, self.is_gathered = self.is_gathered, names is None
         found = full_params(self.active_step(), self.state, names)
         try:
-            for name in self.live.own.keys() & found.keys():
-                self.live.show(name, found[name])
-            yield found
+            with self.showing({name: found[name] for name in self.live.own.keys() & found.keys()}):
+                yield found
         finally:
             self.is_gathered = before
+
+    @contextmanager
+    def showing(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the module's parameters have these values by name; afterwards those of the state, or of an outer call."""
+        outer = {name: self.live.own[name].data for name in self.live.shown}
+        for name, value in values.items():
+            self.live.show(name, value)
+        self.live.shown |= values.keys()
+        try:
+            yield
+        finally:
+            self.live.shown = {*outer}
             self.show_state()
+            for name, value in outer.items():
+                self.live.show(name, value)
 
     def compile(
         self,

@@ -65,6 +65,7 @@ class LiveParams:
 
     Attributes:
         own: the module's parameters by their first names.
+        shown: the names of those that have other values than the state's at present (`gathered`, `GatheredParameters`).
     """
 
     def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
@@ -72,6 +73,7 @@ class LiveParams:
         self._slots: list[tuple[nn.Module, str, str]] = []
         self._buffer_slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
+        self.shown: set[str] = set()
         for prefix, module in model.named_modules():
             dot = f"{prefix}." if prefix else ""
             for key, param in module._parameters.items():

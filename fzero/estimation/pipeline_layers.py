@@ -224,18 +224,24 @@ def pipeline_config(cfg: Any) -> Config:
     """The configuration of a planned pipeline; without a ZeRO stage it is 1.
 
     Raises:
-        ConfigError: the stage is 2 or 3.
+        ConfigError: the stage is 2.
     """
     keys = keys_of(cfg)
     if "stage" not in (keys.get("zero_optimization") or {}):
         keys = changed(keys, {"zero_optimization": {"stage": 1}})
     found = quietly(keys)
-    if (stage := found.zero_optimization.stage) > 1:
+    if found.zero_optimization.stage == 2:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got {stage}, which would communicate in every "
-            "micro-batch; set stage to 1"
+            "zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2, which would reduce in every micro-batch; set "
+            "stage to 1"
         )
-    return found
+    return of_stages(found)
+
+
+def of_stages(cfg: Config) -> Config:
+    """The configuration by which a stage's costs are counted: in ZeRO stage 3 parameters are gathered for the step, as in 1."""
+    zero = cfg.zero_optimization
+    return cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": min(zero.stage, 1)})})
 
 
 def estimate_layers(
@@ -260,7 +266,7 @@ def estimate_layers(
         device: where the layers are.
 
     Raises:
-        ConfigError: stages 2 and 3 of ZeRO.
+        ConfigError: stage 2 of ZeRO.
         ValueError: the module has no loss function, or does not run on the batch.
     """
     return TracedLayers(model, pipeline_config(cfg), batch, machine, device=device).of(data).costs

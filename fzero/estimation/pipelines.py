@@ -9,7 +9,7 @@
 3. The timeline of an order (`fzero.pipeline.timeline`) gives the seconds and the bytes. After its last backward, each stage
    reduces its gradients over its data ranks. The update itself takes no time here.
 
-The ZeRO stage is 0 or 1: in stages 2 and 3 every micro-batch would reduce or gather.
+The ZeRO stage is 0, 1 or 3, which gathers once in a step and so costs as 1; in stage 2 every micro-batch would reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from fzero.config.files import changed
 from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
-from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, pipeline_config, recomputed
+from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, of_stages, pipeline_config, recomputed
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
@@ -210,7 +210,7 @@ def plan_pipeline(
         device: where the model is.
 
     Raises:
-        ConfigError: stages 2 and 3 of ZeRO; stages that do not divide the ranks; more stages than layers.
+        ConfigError: stage 2 of ZeRO; stages that do not divide the ranks; more stages than layers.
         OrderError: the order is wrong.
         ValueError: nothing fits; the model does not run on that batch.
     """
@@ -297,7 +297,7 @@ def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | Non
     pipe: Any = recipe.pipeline
     model, order, bounds = pipe.division(recipe, step.mesh)
     device: Device = "cuda" if run.device.type == "cuda" else "cpu"
-    traced = TracedLayers(model, recipe.cfg, first, machine, loss_fn=recipe.loss_fn, device=device)
+    traced = TracedLayers(model, of_stages(recipe.cfg), first, machine, loss_fn=recipe.loss_fn, device=device)
     return _planned(traced, traced.of(step.mesh.size // order.stages), order, bounds)
 
 

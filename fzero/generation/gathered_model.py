@@ -53,6 +53,7 @@ def generating(
             then has copies, which are dropped at the end.
 
     Raises:
+        TypeError: `step` is no step.
         ValueError: a parameter was changed without `writable`, an argument is not known, or the step is a pipeline's.
     """
     if by not in ("copy", "unit"):
@@ -68,7 +69,7 @@ def generating(
     model, dtype = step.recipe.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate", learns=False), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
@@ -94,7 +95,12 @@ def generating(
 
 
 def check_whole(step: TrainStep, call: str) -> None:
-    """Raises for the step of a pipeline, where a rank has the layers of its own stage."""
+    """Raises for what is no step, and for the step of a pipeline, where a rank has the layers of its own stage."""
+    if not isinstance(step, TrainStep):
+        raise TypeError(
+            f"{call}: step must be what make_train_step returned, got {type(step).__name__}; load what gather(state) "
+            f"of simulated ranks returns into a plain model"
+        )
     stages = step.runtime.stages
     if stages is not None and stages.num_stages > 1:
         raise ValueError(

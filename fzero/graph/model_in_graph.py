@@ -28,9 +28,9 @@ from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
+from fzero.runtime.fetched_parameters import FetchedParameters
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.module_binding import FetchedParameters
 from fzero.runtime.own_params import Substitutes, enter, kind_of, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing

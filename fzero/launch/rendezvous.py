@@ -95,7 +95,7 @@ class Signed(RendezvousBackend):
 class OneHost(RendezvousHandler):
     """The rendezvous of one agent. It opens a new store at each start of the ranks, so that they see no old entries.
 
-    The ranks use this store, which ends with the agent. No other agent waits, closes the rendezvous, or is told of its end.
+    The ranks use this store, which ends with the agent. No other agent waits, closes the rendezvous, or learns of its end.
 
     Args:
         address: where it listens, and nowhere else.

@@ -77,7 +77,7 @@ class Supervised:
     def wait(self, num_needed: int, until: Callable[[], bool]) -> None:
         """Returns when all commands have ended, or so many have failed that fewer than `num_needed` are left, or at `until`."""
         while self._runs() and not until():
-            # An agent tells a failure before it ends; pdsh, which has many, ends after the last of them.
+            # An agent reports a failure before it ends; pdsh, which has many, ends after the last of them.
             num_failed = max(len(self.failures), sum(bool(process.poll()) for process in self.processes))
             if num_failed > self.num_hosts - num_needed:
                 return

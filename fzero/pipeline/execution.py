@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,13 +22,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fzero.comms import collectives
-from fzero.comms.axes import observed
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
-from fzero.pipeline.messages import Mailbox, Message, Received, Route, tensors_in
-from fzero.pipeline.orders import PipeOrder
+from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
+from fzero.pipeline.orders import COMPUTE, PipeOrder
 from fzero.pipeline.seeds import Seeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
@@ -41,6 +40,7 @@ from fzero.runtime.parts import AccumulationWindow
 from fzero.runtime.recomputation import Site, checkpointed, slots_of
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
+from fzero.verbs import start_gather
 
 State = TrainState[Tensor]
 Call = Callable[[Any], Any]
@@ -61,6 +61,7 @@ class PipelineProgram:
         loss_fn: of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
+        inside: in ZeRO stage 3, the runtime of the micro-batches, for which the parameters are gathered once.
     """
 
     model: StageLayers
@@ -70,10 +71,12 @@ class PipelineProgram:
     loss_fn: Callable[[Any, Any], Any] | None
     blocks: Blocks
     mailbox: Mailbox
+    inside: StepRuntime | None = None
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """See `fzero.runtime.parts.forward_backward`. *Collective:* every rank."""
-        stages = stages_of(run)
+        stages, own = stages_of(run), state
+        run, state = self._gathered(run, state)
         with self._sending():
             window = parts.begin(run, state, measures_early=True)
             with random_state(state.rng, run.device) as rng, keyed(run.device) as seeds:
@@ -84,7 +87,21 @@ class PipelineProgram:
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
             collected = parts.collect(run, window, rng)
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
-        return collected._replace(loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
+        state = collected.state._replace(params=own.params)
+        return collected._replace(state=state, loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
+
+    def _gathered(self, run: StepRuntime, state: State) -> tuple[StepRuntime, State]:
+        """The runtime and the state of the micro-batches. *Collective* along "data" in ZeRO stage 3, which gathers once here."""
+        if self.inside is None:
+            return run, state
+        inside = replace(self.inside, updater=run.updater, learned=run.learned, bound=run.bound, stages=run.stages)
+        gathers = {
+            b.key: start_gather(
+                state.params[b.key], b, run.mesh, run.plan.comm_hooks, label=Label("gather", b.key, "forward")
+            )
+            for b in run.plan.flat_buffers
+        }
+        return inside, state._replace(params={key: pending.wait() for key, pending in gathers.items()})
 
     def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
         """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
@@ -92,7 +109,7 @@ class PipelineProgram:
 
     def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
         """The mean of the losses of all ranks. *Collective:* every rank."""
-        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64)
+        stages, none = stages_of(run), torch.zeros((num_micro_batches, 2), dtype=torch.float64, device=run.device)
         own_A2 = torch.stack(passes.losses) if passes.losses else none
         rows_A2 = collectives.stack(own_A2, stages.axis, label=_LOSSES)[-1]
         rows_M2 = collectives.stack(rows_A2, run.mesh.world, label=_LOSSES).transpose(0, 1).flatten(0, 1)
@@ -103,6 +120,7 @@ class PipelineProgram:
     ) -> Passes:
         """Runs forwards alone, in evaluation mode. On the last stage the result has the outputs and the losses of this rank."""
         modes = [(module, module.training) for module in self.model.modules()]
+        run, state = self._gathered(run, state)
         try:
             with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
@@ -116,11 +134,11 @@ class PipelineProgram:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
-        return replace(self, mailbox=replace(self.mailbox, axis=observed(self.mailbox.axis, observe)))
+        return replace(self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe)))
 
     def _execute(self, passes: Passes, run: StepRuntime, order: PipeOrder) -> None:
         events = order.events[stages_of(run).stage]
-        self.mailbox.expect([message_of(order, event) for event in events if event.kind.startswith("receive")])
+        self.mailbox.expect(expected_of(order, stages_of(run).stage))
         for event in events:
             passes.do[event.kind](event)
         self.mailbox.end()
@@ -145,6 +163,23 @@ def message_of(order: PipeOrder, event: Event) -> Message:
     is_output = event.kind in ("send_output", "receive_input")
     chunk = event.chunk - (event.kind in ("receive_input", "send_gradient"))
     return Message(Route("output" if is_output else "gradient", chunk), event.micro_batch, order.peer(event))
+
+
+@lru_cache
+def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
+    """The messages that a stage will receive, in order."""
+    num_received = dict[Message, int]()  # by what a peer sends, its receives from this stage so far
+    for peer, events in enumerate(order.events):
+        count = 0
+        for event in events if peer != stage else ():
+            if event.kind in COMPUTE or order.peer(event) != stage:
+                continue
+            if event.kind.startswith("receive"):
+                count += 1
+            else:
+                num_received[message_of(order, event)._replace(peer=peer)] = count
+    received = (message_of(order, event) for event in order.events[stage] if event.kind.startswith("receive"))
+    return tuple(Expected(message, num_received[message]) for message in received)
 
 
 class Passes:

@@ -2,15 +2,16 @@
 
 A message is one block of bytes: its sizes, the form of the tree, and the tensors one after the other. Both sides know how long
 the last message of a kind (`Route`) was, and the next one is sent with that length, so that its receive can start before it is
-sent. If it does not fit, the sizes in this block tell the length of a second block, which holds the whole message.
+sent. If it does not fit, the sizes in this block give the length of a second block, which holds the whole message.
 
-Sends are asynchronous. Receives are started in the order in which the other side sends, one ahead for each peer.
+Sends are asynchronous. Receives are started in the order in which the other side sends, one ahead for each peer. A block that
+was sent is freed when a message comes that the peer has sent after it had received that block: both sides know the order.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -19,9 +20,9 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import Bound, observed
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label
+from fzero.comms.records import CommRecord, Label
 from sharding.views import dtype_name, torch_dtype
 
 FIRST = 4096
@@ -91,30 +92,65 @@ class Received(NamedTuple):
         return _filled(self.tree, tensors)
 
 
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """The ranks of all stages, for messages to a later stage (`up`) and to an earlier one (`down`).
+
+    On gloo both are one axis. NCCL runs what two ranks do with each other in the order in which it was started. With a group for
+    each direction, a rank there only sends to another or only receives, in the order that `check_order` proves for both sides.
+    """
+
+    up: Bound
+    down: Bound
+
+    def to(self, stage: int) -> Bound:
+        """The axis of messages to a stage."""
+        return self.up if stage > self.up.rank else self.down
+
+    def of(self, stage: int) -> Bound:
+        """The axis of messages from a stage."""
+        return self.up if stage < self.up.rank else self.down
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Ways:
+        """The same, whose messages are also reported to `observe`."""
+        return Ways(observed(self.up, observe), observed(self.down, observe))
+
+
+class Expected(NamedTuple):
+    """A message that a rank will receive, and how many messages of this rank its peer has received when it sends it."""
+
+    message: Message
+    num_received: int
+
+
 @dataclass(slots=True)
 class Mailbox:
     """The messages of one rank with the stages before and after it.
 
     Attributes:
-        axis: the ranks with the same place in the other axes of the mesh, one for each stage.
+        ways: the ranks with the same place in the other axes of the mesh, one for each stage.
         device: of the tensors.
     """
 
-    axis: Bound
+    ways: Ways
     device: torch.device
     _sent_nbytes: dict[Route, int] = field(default_factory=dict)
     _received_nbytes: dict[Route, int] = field(default_factory=dict)
-    _sending: deque[Pending] = field(default_factory=deque)
-    _expected: defaultdict[int, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
-    _coming: dict[int, tuple[Message, Pending]] = field(default_factory=dict)
+    _sending: defaultdict[int, deque[list[Pending]]] = field(default_factory=lambda: defaultdict(deque))
+    """By peer, the messages that it may not have received yet."""
+    _num_received: Counter[int] = field(default_factory=Counter)
+    """By peer, the messages that it has received for sure."""
+    _expected: defaultdict[int, deque[Expected]] = field(default_factory=lambda: defaultdict(deque))
+    _coming: dict[int, tuple[Expected, Pending]] = field(default_factory=dict)
     _forms: dict[bytes, Any] = field(default_factory=dict)
 
-    def expect(self, messages: Sequence[Message]) -> None:
+    def expect(self, messages: Sequence[Expected]) -> None:
         """Names the messages that this rank will receive, each peer's in the order in which that stage sends them."""
         self._expected.clear()
         self._coming.clear()
-        for message in messages:
-            self._expected[message.peer].append(message)
+        self._num_received.clear()
+        for expected in messages:
+            self._expected[expected.message.peer].append(expected)
         for peer in list(self._expected):
             self._start_next(peer)
 
@@ -139,29 +175,32 @@ class Mailbox:
         )
         for x, target in zip(tensors, _tensors_in(block, start, form[1]), strict=True):
             target.copy_(x.detach())
-        label = message.label("to")
+        label, axis = message.label("to"), self.ways.to(message.peer)
+        started = list[Pending]()
         if not fits:
             first = torch.zeros(usual, dtype=torch.uint8, device=self.device)
             first[: 8 * _NUM_SIZES].copy_(block[: 8 * _NUM_SIZES])
-            self._sending.append(collectives.start_send(first, message.peer, self.axis, label=label))
+            started.append(collectives.start_send(first, message.peer, axis, label=label))
             self._sent_nbytes[message.route] = max(nbytes, FIRST)
-        self._sending.append(collectives.start_send(block, message.peer, self.axis, label=label))
+        started.append(collectives.start_send(block, message.peer, axis, label=label))
+        self._sending[message.peer].append(started)
 
     def receive(self, message: Message) -> Received:
         """Waits for the next message of a peer."""
         found, pending = self._coming.pop(message.peer)
-        assert found == message, f"expects {found}, asked for {message}"
+        assert found.message == message, f"expects {found}, asked for {message}"
         block = pending.wait()
+        self._free(message.peer, found.num_received)
         nbytes, numel, micro_batch = block[: 8 * _NUM_SIZES].view(torch.int64)[:3].tolist()
         usual = block.numel()
         if nbytes > usual or not (usual == FIRST or usual <= 2 * nbytes):
             block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             label = message.label("from")
-            block = collectives.start_receive(block, message.peer, self.axis, label=label).wait()
+            block = collectives.start_receive(block, message.peer, self.ways.of(message.peer), label=label).wait()
             self._received_nbytes[message.route] = max(nbytes, FIRST)
         assert micro_batch == message.micro_batch, f"stage {message.peer} sent micro-batch {micro_batch}: {message}"
         self._start_next(message.peer)
-        content = block[8 * _NUM_SIZES : 8 * _NUM_SIZES + numel].numpy(force=True).tobytes()
+        content = block[8 * _NUM_SIZES : 8 * _NUM_SIZES + numel].cpu().numpy().tobytes()
         if content not in self._forms:
             tree, found_forms = unpack(content)
             self._forms[content] = tree, [TensorForm(*one) for one in found_forms]
@@ -171,24 +210,37 @@ class Mailbox:
 
     def end(self) -> None:
         """Waits until everything has been sent."""
-        while self._sending:
-            self._sending.popleft().end()
+        for messages in self._sending.values():
+            while messages:
+                _end(messages.popleft())
 
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns what was under way."""
-        left = [*self._sending, *(pending for _, pending in self._coming.values())]
+        left = [pending for messages in self._sending.values() for started in messages for pending in started]
+        left += [pending for _, pending in self._coming.values()]
         self._sending.clear()
         self._coming.clear()
         self._expected.clear()
         return left
 
+    def _free(self, peer: int, num_received: int) -> None:
+        """Frees the blocks of the first so many messages to a peer."""
+        while self._num_received[peer] < num_received:
+            _end(self._sending[peer].popleft())
+            self._num_received[peer] += 1
+
     def _start_next(self, peer: int) -> None:
         if self._expected[peer]:
-            message = self._expected[peer].popleft()
-            numel = self._received_nbytes.get(message.route, FIRST)
+            expected = self._expected[peer].popleft()
+            numel = self._received_nbytes.get(expected.message.route, FIRST)
             block = torch.empty(numel, dtype=torch.uint8, device=self.device)
-            pending = collectives.start_receive(block, peer, self.axis, label=message.label("from"))
-            self._coming[peer] = message, pending
+            label = expected.message.label("from")
+            self._coming[peer] = expected, collectives.start_receive(block, peer, self.ways.of(peer), label=label)
+
+
+def _end(started: Sequence[Pending]) -> None:
+    for pending in started:
+        pending.end()
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

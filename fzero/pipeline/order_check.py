@@ -1,6 +1,6 @@
 """The checker of pipeline orders: proves, without running anything, that an order cannot hang and does what it declares.
 
-`check_order` states its rules. `plan_order` is the door to an order: it calls the function, adds sends and receives, and checks.
+`check_order` states its rules. `plan_order` makes an order: it calls the function, adds sends and receives, and checks.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _best(costs: Sequence[LayerCost], held: Sequence[int], nbytes: float, *, by_
 
 
 def check_bounds(bounds: Sequence[int], num_layers: int, num_parts: int) -> Bounds:
-    """The bounds as a tuple, if they are some.
+    """The bounds as a tuple; raises unless they are valid.
 
     Raises:
         ValueError: they are not those of `num_layers` layers in `num_parts` parts, or the first part has no layers.

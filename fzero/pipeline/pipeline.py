@@ -9,34 +9,34 @@ any step. Two things are a pipeline's own: the program (`fzero.pipeline.executio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 from torch import nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
-from fzero.comms.process_group import along
+from fzero.comms.process_group import along, once_more
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
-from fzero.config.config import ConfigError
+from fzero.config.config import Config, ConfigError
 from fzero.pipeline.execution import PipelineProgram
 from fzero.pipeline.layers import StageLayers
-from fzero.pipeline.messages import Mailbox
+from fzero.pipeline.messages import Mailbox, Ways
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
 from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
+from fzero.plans.mesh_axes import PIPE
 from fzero.plans.param_groups import group_of
 from fzero.plans.plan import FlatParamPlan
+from fzero.plans.staged import StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, check_same
 from sharding import Mesh
-
-PIPE = "pipe"
-"""The mesh axis of the stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,17 +47,20 @@ class Pipeline:
         order: in which order each stage runs the forwards and backwards of its micro-batches: a function of the numbers of stages
             and micro-batches (`fzero.pipeline.orders`), or its name.
         partition: how layers are divided among chunks: a method, bounds or costs (see `PipelineModule`). None takes the module's.
+        device: where this rank's layers of `LayerSpec`s are built; None is the current device. On "meta" they get no values:
+            `init` makes those of a model on `meta`, or `fzero.load_weights` reads them, so that no layer is in memory twice.
     """
 
     order: Order | str = "1f1b"
-    partition: str | Sequence[Any] | None = field(default=None)
+    partition: str | Sequence[Any] | None = None
+    device: str | None = None
 
     @classmethod
     def of(cls, given: Any) -> Pipeline:
         """The value of `pipeline=`: a `Pipeline`, or an order.
 
         >>> Pipeline.of("gpipe")
-        Pipeline(order='gpipe', partition=None)
+        Pipeline(order='gpipe', partition=None, device=None)
         """
         if isinstance(given, Pipeline):
             return given
@@ -80,6 +83,13 @@ class Pipeline:
         model = _module_of(recipe.model, order.stages)
         return model, order, model.partition(order.num_chunks, self.partition)
 
+    def plan(self, recipe: StepSpec, mesh: Mesh) -> StagedPlan:
+        """The plans of all stages. Layers of other stages are built on `meta`; sends nothing."""
+        model, order, bounds = self.division(recipe, mesh)
+        num_data = mesh.axis_size(DATA)
+        recipes = (_stage_recipe(recipe, model, order, bounds, stage, device="meta") for stage in range(order.stages))
+        return StagedPlan(mesh, tuple(own.plan(num_data) for own in recipes))
+
     def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
@@ -91,11 +101,17 @@ class Pipeline:
         mesh = _checked_mesh(world)
         _check_recipe(recipe, mesh)
         model, order, bounds = self.division(recipe, mesh)
+        if recipe.cfg.zero_optimization.stage == 3:
+            _check_fits(self.plan(recipe, mesh), recipe.cfg)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
-        chunks = order.chunks_of(axis.rank)
-        layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in chunks])
-        own = replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+        own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
+        if recipe.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
+            own.model.to(recipe.device)  # layers of specs have their seeds on the CPU
+        layers = own.model
+        assert isinstance(layers, StageLayers)
         run = StepRuntime.make(own, inner)
+        if recipe.cfg.precision.stochastic_rounding:
+            run = _rounded_alike(run, recipe, model)
         if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
             return run
         arguments = {
@@ -103,22 +119,54 @@ class Pipeline:
         }  # fmt: skip
         check_same(world, {"configuration": recipe.fingerprint_of_config, "pipeline": arguments})
         _check_groups(recipe, layers, axis)
+        ways = Ways(axis, once_more(axis) if run.device.type == "cuda" else axis)
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
-            blocks=partial(_blocks, model, layers), mailbox=Mailbox(axis, run.device),
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device), inside=_inside(run, own, inner),  # type: ignore[arg-type]
         )  # fmt: skip
-        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, axis), recipe=own)
+        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), recipe=own)
+
+
+def _stage_recipe(
+    recipe: StepSpec, model: PipelineModule, order: PipeOrder, bounds: Bounds, stage: int, device: str | None = None
+) -> StepSpec:
+    """The arguments of the step of one stage, whose layers are built on `device`."""
+    layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
+    return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+
+
+def _inside(run: StepRuntime, own: StepSpec, ranks: Bound) -> StepRuntime | None:
+    """The runtime of the micro-batches in ZeRO stage 3: that of stage 1, which holds full parameters. *Collective:* compares."""
+    if run.plan.stage < 3:
+        return None
+    zero = own.cfg.zero_optimization.model_copy(update={"stage": 1})
+    inside = StepRuntime.make(replace(own, cfg=own.cfg.model_copy(update={"zero_optimization": zero})), ranks)
+    return replace(inside, offload=run.offload, scratch=run.scratch, observer=None)
+
+
+def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
+    """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
+    whole = model.build(0, model.num_layers, device="meta")
+    buffers = replace(recipe, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
+    starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
+    places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
+    updater = replace(run.updater, places=places)
+    return replace(run, updater=updater, builder=replace(run.builder, updater=updater))
 
 
 # --- the agreements of the stages ------------------------------------------------------------------------------------
 
 
 def _stages(
-    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, axis: Bound
+    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, ways: Ways
 ) -> Stages:
-    """*Collective* of the stages: sends the names of their parameters."""
-    first = {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
+    """*Collective* of the stages: sends the names of their parameters.
+
+    Raises:
+        ConfigError: on every rank, if tied layers are in files.
+    """
+    axis, first = ways.up, {f"tied_modules.{key}": tied.indices[0] for key, tied in model.tied.items()}
 
     def layer_of(buffer: FlatParamPlan) -> int:
         unit = _module_in(buffer.layout.names[0])
@@ -126,7 +174,12 @@ def _stages(
 
     measured = [(layer_of(b), b.key) for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
     names = list(run.stored_names)
-    every = collectives.exchange((measured, names), axis, label=Label("compare"))
+    every = collectives.exchange((measured, names, run.offload.has_files), axis, label=Label("compare"))
+    if model.tied and any(has_files for *_, has_files in every):
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' where stages tie layers, whose gradients they "
+            f"add in memory, got 'nvme' with the tied {', '.join(model.tied)}; keep the state in host memory"
+        )
     ties = []
     for key, tied in model.tied.items():
         holders = tuple(sorted({order.stage_of[_chunk(bounds, index)] for index in tied.indices}))
@@ -143,11 +196,11 @@ def _stages(
         unit = _module_in(name)
         return first[unit] if unit in first else int(unit)
 
-    in_order = sorted(dict.fromkeys(name for _, own in every for name in own), key=place)
-    buffers = tuple(order_of([own for own, _ in every]))
+    in_order = sorted(dict.fromkeys(name for _, own, _ in every for name in own), key=place)
+    buffers = tuple(order_of([own for own, *_ in every]))
     return Stages(
-        world=world, axis=axis, members=tuple(members), buffers=buffers, most=max(len(own) for own, _ in every),
-        ties=tuple(ties), names=tuple(in_order),
+        world=world, ways=ways, members=tuple(members), buffers=buffers, most=max(len(own) for own, *_ in every),
+        ties=tuple(ties), names=tuple(in_order), device=run.device,
     )  # fmt: skip
 
 
@@ -212,27 +265,29 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     stage, m = cfg.zero_optimization.stage, num_micro_batches
     if stage == 2:
         raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
+            f"zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
             f"gradients of a stage, {m} reductions in place of one; set stage to 1"
         )
-    if stage == 3:
-        raise ConfigError(
-            f"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; each of its {m} micro-batches would gather the "
-            f"parameters of a stage twice and reduce its gradients, {3 * m} transfers in place of 3; set stage to 1 (the "
-            f"parameters are divided among the stages)"
-        )
+    zero = cfg.zero_optimization
+    others = {key: getattr(zero, key) for key in ("offload_param", "zero_hpz_partition_size", "mics_shard_size")}
+    for key, value in others.items():
+        if stage == 3 and value is not None:
+            raise ConfigError(
+                f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather their parameters once in a step "
+                f"over all their ranks, got {value!r}; leave it out"
+            )
     refused = {
         "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
     }  # fmt: skip
     fixes = {
-        "compile": "leave it out", "units": "leave it out: each layer is a unit", "order": "leave it out",
+        "compile": "leave it out: a stage goes from one micro-batch to another as the order says, in no one graph",
+        "units": "leave it out: each layer is a unit",
+        "order": "leave it out",
         "checkpoint": "pass PipelineModule(activation_checkpoint_interval=…)",
-    }  # fmt: skip
+    }
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if cfg.compresses:
-        raise ConfigError("compression_training: must be off with a pipeline, got it on; leave the block out")
     if recipe.drop is not None or cfg.drops_tokens:
         raise ConfigError(
             "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
@@ -242,20 +297,24 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
             "progressive_layer_drop.enabled: must be false with a pipeline, whose layers take one input, got true; leave the "
             "block out"
         )
-    if cfg.precision.stochastic_rounding:
+    if cfg.compresses:
         raise ConfigError(
-            "stochastic rounding: must be off with a pipeline, whose stages would draw the same numbers, got it on"
+            "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
+            "leave the block out"
         )
-    offloads = (cfg.zero_optimization.offload_optimizer, cfg.zero_optimization.offload_param)
-    if any(block is not None and block.device == "nvme" for block in offloads):
+
+
+def _check_fits(staged: StagedPlan, cfg: Config) -> None:
+    """Raises where ZeRO stage 3 would gather more than `stage3_max_live_parameters` for the micro-batches of a step."""
+    numels = [sum(unit.gathered_numel for unit in plan.units) for plan in staged.stages]
+    limit, most = cfg.zero_optimization.stage3_max_live_parameters, max(numels)
+    if most > limit:
+        m = staged.stages[0].num_micro_steps
         raise ConfigError(
-            "zero_optimization.offload_optimizer.device: must be 'cpu' or 'none' with a pipeline, got 'nvme'; keep the state in "
-            "host memory"
-        )
-    if recipe.device.type != "cpu":
-        raise ValueError(
-            f"pipeline: stages must be on the CPU (gloo) as yet, got a model on {recipe.device}; NCCL pairs sends and receives "
-            f"by their order on one stream, which an order of micro-batches does not keep"
+            f"zero_optimization.stage: 3 gathers the parameters of a pipeline's stage once for all micro-batches of a step, so "
+            f"they must be at most stage3_max_live_parameters, {limit:,}, got {most:,} on stage {numels.index(most)}; use more "
+            f"stages, or raise it (if each of {m} micro-batches gathered and reduced for itself, there were {3 * m} transfers in "
+            f"place of 2)"
         )
 
 

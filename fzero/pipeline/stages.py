@@ -18,11 +18,11 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import Bound, observed
 from fzero.comms.records import CommRecord, Label
+from fzero.pipeline.messages import Ways
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.file_tensor import FileTensor
 from fzero.storage.shard_transfer import own_shard
 
 State = TrainState[Tensor]
@@ -49,22 +49,29 @@ class Stages:
 
     Attributes:
         world: all ranks of the job.
-        axis: the ranks with the same place in the other axes, one for each stage.
+        ways: the ranks with the same place in the other axes, one for each stage.
         members: each rank with its stage, in words.
         buffers: the flat buffers that have a part in the norm: (stage, place among its stage's), in the order of the layers; a
             tied one is named for its lowest stage.
         most: the most such buffers of one stage.
         ties: the tied layers of this stage.
         names: the names of all parameters and buffers of the model in the order of the layers.
+        device: of this rank.
     """
 
     world: Bound
-    axis: Bound
+    ways: Ways
     members: tuple[str, ...]
     buffers: tuple[tuple[int, int], ...]
     most: int
     ties: tuple[Tie, ...]
     names: tuple[str, ...]
+    device: torch.device
+
+    @property
+    def axis(self) -> Bound:
+        """The ranks of all stages, for collectives."""
+        return self.ways.up
 
     @property
     def stage(self) -> int:
@@ -84,7 +91,7 @@ class Stages:
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same stages, whose collectives are also reported to `observe`."""
-        return replace(self, world=observed(self.world, observe), axis=observed(self.axis, observe))
+        return replace(self, world=observed(self.world, observe), ways=self.ways.observed(observe))
 
     # --- at the start of a step -----------------------------------------------------------------------------------
 
@@ -119,10 +126,11 @@ class Stages:
                 found = split(batch)
                 for one in found:
                     _check_pair(one)
-            except Exception as raised:  # all ranks must be told, whatever it is
+            except Exception as raised:  # all ranks must learn of it, whatever it is
                 error = raised
         count = len(found) if self.is_first or self.is_last else -1
-        row = torch.tensor([float(error is not None), float(state.step), count], dtype=torch.float64)
+        values = [float(error is not None), float(state.step), count]
+        row = torch.tensor(values, dtype=torch.float64, device=self.device)
         rows = collectives.stack(row, self.world, label=Label("agree", "on the batches of all stages"))
         if rows[:, 0].any():
             texts = collectives.exchange(None if error is None else str(error), self.world, label=Label("agree"))
@@ -197,8 +205,6 @@ class Stages:
                 for kind in (state.params, state.master):
                     if key in kind:
                         home = kind[key]
-                        if isinstance(home, FileTensor):
-                            raise _in_file(key)
                         home.copy_(self._exchanged(home, tie.holders, Label("init", f"tied {key}"))[0])
 
     def _exchanged(self, x: Tensor, holders: Sequence[int], label: Label) -> list[Tensor]:
@@ -206,8 +212,8 @@ class Stages:
         x = x.contiguous()
         found = {stage: x if stage == self.stage else torch.empty_like(x) for stage in holders}
         others = [stage for stage in holders if stage != self.stage]
-        pending = [collectives.start_receive(found[stage], stage, self.axis, label=label) for stage in others]
-        pending += [collectives.start_send(x, stage, self.axis, label=label) for stage in others]
+        pending = [collectives.start_receive(found[stage], stage, self.ways.of(stage), label=label) for stage in others]
+        pending += [collectives.start_send(x, stage, self.ways.to(stage), label=label) for stage in others]
         for one in pending:
             one.end()
         return list(found.values())
@@ -234,6 +240,35 @@ class Stages:
                     found[name] = x
         return dict(sorted(found.items(), key=lambda item: self.names.index(item[0])))
 
+    def streamed(
+        self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]
+    ) -> tuple[dict[str, str], dict[str, Any], Iterator[Mapping[str, Tensor]]]:
+        """The keys, forms and tensors of all stages; the tensors one flat buffer of each stage at a time, on the first stage.
+
+        *Collective* of the stages, also each step of the iterator: each sends its tensors to the others.
+
+        Args:
+            names: the keys of this stage's state dict, each with the name of its tensor.
+            forms: of these tensors, as plain values.
+            own: these tensors, those of one flat buffer after the other.
+        """
+        every = collectives.exchange((names, forms), self.axis, label=Label("gather"))
+        all_names = {key: name for theirs, _ in reversed(every) for key, name in theirs.items()}
+        place = {name: index for index, name in enumerate(self.names)}
+        ordered = dict(sorted(all_names.items(), key=lambda item: place[item[0]]))
+        all_forms = {name: form for _, theirs in reversed(every) for name, form in theirs.items()}
+        return ordered, all_forms, self._each(own, set(names.values()))
+
+    def _each(self, own: Iterator[Mapping[str, Tensor]], stored: set[str]) -> Iterator[Mapping[str, Tensor]]:
+        copies = tuple(f"{tie.unit}." for tie in self.ties if tie.holders[0] != self.stage)
+        while True:
+            tensors = next(own, None)
+            if not any(collectives.exchange(tensors is not None, self.axis, label=Label("gather"))):
+                return
+            items = (tensors or {}).items()
+            kept = {name: x for name, x in items if name in stored and not name.startswith(copies)}
+            yield self.all_of(kept, keep=self.is_first)
+
     def stores(self, tensor: str) -> bool:
         """Whether this stage stores a tensor of the state in checkpoints.
 
@@ -248,15 +283,8 @@ class Stages:
 def _kept(grad: Any, buffer: FlatParamPlan, shard: int) -> Tensor:
     """The part of a gradient that this rank has reduced."""
     part = grad if buffer.flow.reduces_to == "full" else own_shard(grad, buffer, shard)
-    if not isinstance(part, Tensor):
-        raise _in_file(buffer.key)
+    assert isinstance(part, Tensor), "tied layers are in memory"
     return part
-
-
-def _in_file(key: str) -> ValueError:
-    return ValueError(
-        f"pipeline: a tied layer must be in memory, got {key!r} in files; leave its state on the device or the host"
-    )
 
 
 def _check_pair(batch: Any) -> None:

@@ -129,6 +129,11 @@ class BufferDataflow:
         """Whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one."""
         return bool(self.sums_over) and self.collects == "shard"
 
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a step gathers the parameters once, for all micro-steps and both directions: then gradients are full, too."""
+        return bool(self.gathers_over) and self.collects == "full"
+
     def reduces(self, *, is_last: bool) -> bool:
         """Whether a micro-step reduces its gradients itself, instead of leaving them to the last micro-step of the step."""
         return is_last or self.collects == "shard"

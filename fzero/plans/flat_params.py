@@ -19,7 +19,7 @@ from torch import nn
 
 import fzero.optim as optim
 from fzero.config.config import Config
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import Dtypes, Precision, mixed_precision
 from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import BufferDataflow
@@ -165,15 +165,16 @@ class Kind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UnitPlanner:
-    """Divides the parameters of a unit into flat buffers. `trained`, `starts` and `order`: see `fzero.plans.plan.plan`."""
+    """Divides the parameters of a unit into flat buffers. Other arguments: see `fzero.plans.plan.plan`."""
 
     cfg: Config
     mesh: Mesh
     param_groups: Sequence[ParamGroup]
-    optimizers: Sequence[Optimizer | UserTransform]
+    optimizers: Sequence[OptimizerBlock | UserTransform]
     trained: Collection[str]
     starts: Mapping[str, int]
     order: OrderFunction | Sequence[str]
+    is_stage: bool = False
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _dtypes: dict[tuple[torch.dtype, type, bool], Dtypes] = field(default_factory=dict, init=False, repr=False)
@@ -209,7 +210,8 @@ class UnitPlanner:
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)
         layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
-        row = stage_specs(2 if kind.small and zero.stage == 3 else zero.stage, axes)
+        stage = (1 if self.is_stage else 2) if kind.small and zero.stage == 3 else zero.stage
+        row = stage_specs(stage, axes, gathers_once=self.is_stage)
         flow = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
         key, dtypes, group = f"{unit}/{kind}", kind.dtypes, kind.group
@@ -217,7 +219,7 @@ class UnitPlanner:
 
 
 def optimizer_specs(
-    buffers: Sequence[FlatParamPlan], optimizers: Sequence[Optimizer | UserTransform]
+    buffers: Sequence[FlatParamPlan], optimizers: Sequence[OptimizerBlock | UserTransform]
 ) -> dict[str, Any]:
     """The specs of the optimizer state, by flat buffer."""
 

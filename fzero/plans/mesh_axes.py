@@ -20,6 +20,10 @@ from sharding import Mesh
 NODE = "node"
 
 
+PIPE = "pipe"
+"""The mesh axis of the stages of a pipeline."""
+
+
 def check_mesh(given: object) -> None:
     """Raises a ValueError unless `given` is a mesh of named axes, or None."""
     if given is not None and not isinstance(given, Mesh):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fzero.optim as optim
 from fzero.common.arguments import refuse, shown
 from fzero.config.config import Config, ConfigError
-from fzero.config.optimizers import Optimizer, with_overrides
+from fzero.config.optimizer_block import OptimizerBlock, with_overrides
 from fzero.optim.transforms import Transform
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class UserTransform:
     field: str
     make: OwnTransform
     lr: float
+    is_made_before_trace: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.make, Transform) and not callable(self.make):
@@ -119,7 +120,7 @@ class UserTransform:
 
 def optimizers_of(
     cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
-) -> list[Optimizer | UserTransform]:
+) -> list[OptimizerBlock | UserTransform]:
     """The optimizer of each group. Group 0, of parameters that match no group, has the configuration's or `transform`.
 
     Raises:
@@ -127,7 +128,7 @@ def optimizers_of(
     """
     lr = cfg.optimizer.lr
     first = cfg.optimizer if transform is None else UserTransform("transform", transform, lr)
-    optimizers: list[Optimizer | UserTransform] = [first]
+    optimizers: list[OptimizerBlock | UserTransform] = [first]
     for index, group in enumerate(param_groups):
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(

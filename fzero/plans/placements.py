@@ -99,9 +99,6 @@ def with_placements(
     Raises:
         ConfigError: a pattern matches nothing, or the configured buffers are too few or too small.
     """
-    zero = cfg.zero_optimization
-    if zero.offload_optimizer is None and zero.offload_param is None and not given:
-        return units, optimizer  # all on the device
     buffers = [buffer for unit in units for buffer in unit.buffers]
     shard_numels = {b.key: b.flow.param_numel for b in buffers if b.flow.gathers_over}
     updated_numels = {b.key: b.flow.updated_numel for b in buffers if b.trainable or b.has_master}

@@ -25,10 +25,10 @@ from torch import nn
 from fzero.common.arguments import check_model, check_names
 from fzero.common.collector import collector_paused
 from fzero.config.config import Config, ConfigError
-from fzero.plans.comm_hooks import CommHooks, GivenHook, comm_hooks_of, state_like
+from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
-from fzero.plans.mesh_axes import check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
+from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.stages import STAGES
@@ -330,7 +330,8 @@ def plan(
         starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
             missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
             buffers of their own.
-        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group.
+        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group, and
+            gathers parameters once in a step.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
@@ -345,6 +346,12 @@ def plan(
     check_names("units", units)
     check_groups(param_groups)
     check_mesh(mesh)
+    if mesh is not None and PIPE in mesh.names:
+        raise ValueError(
+            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
+            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
+            f"fzero.estimation.plan_pipeline predicts a pipeline"
+        )
     cfg = Config.load(cfg)
     if world_size is None:
         world_size = mesh.size if mesh else 1
@@ -363,9 +370,8 @@ def plan(
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
-    planner = UnitPlanner(
-        cfg, mesh, param_groups, optimizers, trained, starts or {}, in_two_numbers(order) if callable(order) else order
-    )
+    order = in_two_numbers(order) if callable(order) else order
+    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     zero = cfg.zero_optimization
@@ -373,7 +379,11 @@ def plan(
         from fzero.plans.placements import with_placements  # a plan on the device does not load it
 
         unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
-    hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
+    hooks = CommHooks()
+    if gather_hook is not None or reduce_hook is not None or zero.quantizes:
+        from fzero.plans.hook_choice import comm_hooks_of  # a plan that sends exactly does not load it
+
+        hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)

@@ -2,9 +2,9 @@
 
 A `UnitScheduler` is a function of its requests: the same requests give the same events. Steps make the same requests, so a
 `Memory` keeps the answers in a tree, one node for each request after those before it. A step whose requests are in the tree only
-walks it. Otherwise a scheduler is made, which first gets the requests up to there.
+walks it. Otherwise a scheduler is made, and first gets all requests of the step so far.
 
-The words of other ranks (`negotiate`, `depart`) are no request of this one, so nothing after them is kept.
+After `negotiate` and `depart` the events depend on other ranks, too, so nothing after them is remembered.
 """
 
 from __future__ import annotations

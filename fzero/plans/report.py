@@ -74,7 +74,7 @@ def _sizes(nbytes: Mapping[str, int]) -> str:
 
 
 def _human(nbytes: float) -> str:
-    """Bytes in the largest decimal unit up to them.
+    """Bytes in the largest decimal unit that does not exceed them.
 
     >>> _human(999), _human(1000), _human(2.5e9)
     ('999 B', '1 kB', '2.50 GB')

@@ -27,12 +27,21 @@ STAGES = {
 }
 
 
-def stage_specs(stage: int, axes: tuple[str, ...]) -> StageSpecs:
+GATHERED_ONCE = StageSpecs(params=Sharded(DATA), grads=Partial(DATA), optimizer=Sharded(DATA))
+"""Stage 3 in a pipeline: a step gathers parameters once, for all micro-batches, and reduces gradients once, as stage 1."""
+
+
+def stage_specs(stage: int, axes: tuple[str, ...], *, gathers_once: bool = False) -> StageSpecs:
     """The specs of a stage where gradients and optimizer state are sharded over `axes`.
+
+    Args:
+        stage: of ZeRO.
+        axes: of the finest shards.
+        gathers_once: whether stage 3 keeps what it has gathered until the step ends.
 
     >>> stage_specs(3, ("data", "node"))
     StageSpecs(params=Sharded('data'), grads=Sharded('data', 'node'), optimizer=Sharded('data', 'node'))
     """
-    row = STAGES[stage]
+    row = GATHERED_ONCE if gathers_once and stage == 3 else STAGES[stage]
     finest = {"grads": row.grads, "optimizer": row.optimizer}
     return row._replace(**{part: Sharded(*axes) for part, spec in finest.items() if isinstance(spec, Sharded)})

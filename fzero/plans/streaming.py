@@ -1,4 +1,4 @@
-"""The sizes of the pieces in which state off the device is streamed through its update."""
+"""`Streaming`: in which sub-groups, buffers and threads state off the device is streamed through its update."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The traffic of a step: how much one rank sends, by mesh axis and collective.
 
-The messages of a reduce-scatter, and of the all-gather that ends with as many elements, are those of the primitive
-(`fzero.comms.records.messages`); an all-reduce sends both. The size of a message is in elements or in bytes, as the caller
+A reduce-scatter of n elements and the all-gather whose result has n elements send the same messages, those of the primitive
+(`fzero.comms.records.messages`); an all-reduce consists of both. The size of a message is in elements or in bytes, as the caller
 chooses (`Size`).
 """
 
@@ -72,7 +72,7 @@ def totals(by_axis: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
 
 
 class _Sent(NamedTuple):
-    """A reduce-scatter of `numel` elements along `axes`, or the all-gather that ends with them, `times` a step."""
+    """A reduce-scatter of `numel` elements along `axes`, or an all-gather whose result has so many, `times` times in a step."""
 
     collective: Collective
     numel: int
@@ -87,8 +87,9 @@ def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_b
     flow, numel, param, grad = buffer.flow, buffer.padded_numel, buffer.dtypes.param, buffer.flow.send_dtype
     gather = hooks.gather if buffer.trainable else hooks.frozen
     phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
-    for phase in phases[: 1 + in_backward]:
-        yield _Sent(phase, numel, flow.gathers_over, param, num_micro_steps, gather)
+    times = 1 if flow.gathers_once else num_micro_steps
+    for phase in phases[: 1 + (in_backward and not flow.gathers_once)]:
+        yield _Sent(phase, numel, flow.gathers_over, param, times, gather)
     if not buffer.trainable:
         return
     times = num_micro_steps if flow.reduces(is_last=False) else 1

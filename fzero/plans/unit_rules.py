@@ -31,7 +31,7 @@ class FlatGrad(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitRule:
-    """A unit, for the scheduler.
+    """The numbers of a unit that the scheduler reads.
 
     Attributes:
         gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
@@ -62,7 +62,7 @@ class UnitRule:
 
 @dataclass(frozen=True, slots=True)
 class UnitRules:
-    """A plan, for the scheduler; `Plan.unit_rules` is made once with the plan.
+    """The numbers of a plan that the scheduler reads; `Plan.unit_rules` is made once with the plan.
 
     Attributes:
         units: by name, in the order of their declaration.

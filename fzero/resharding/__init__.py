@@ -9,12 +9,12 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.resharding.plan import JobRank as JobRank, ReshardPlan as ReshardPlan, plan_reshard as plan_reshard
-    from fzero.resharding.reshard import reshard_all as reshard_all
+    from fzero.resharding.reshard import reshard_all as reshard_all, staged_plan as staged_plan
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "plan": "JobRank ReshardPlan plan_reshard",
-            "reshard": "reshard_all",
+            "reshard": "reshard_all staged_plan",
         },
     )

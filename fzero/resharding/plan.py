@@ -16,7 +16,7 @@ of a piece, W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 import torch
@@ -24,6 +24,7 @@ import torch
 from fzero.common.collector import collector_paused
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
+from fzero.plans.staged import StagedPlan
 from fzero.resharding.tensors import (
     BufferTensors,
     FlatTensor,
@@ -54,11 +55,13 @@ class Flow:
 
     Attributes:
         master: of new parameters whose master has smaller shards; a rank casts the parameters of its master shard itself.
+        stages: of the old pipeline, which holds the source, and of the new one; 0 without pipelines.
     """
 
     source: FlatTensor
     target: FlatTensor
     master: FlatTensor | None = None
+    stages: tuple[int, int] = (0, 0)
 
     @property
     def dtype(self) -> str:
@@ -93,7 +96,7 @@ class ReshardPlan:
         places: the ranks of every process.
         numbers: each 0-d tensor of the new optimizer state, with its sources.
         anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
-        senders, receivers: the process of each old piece and of each new one.
+        senders, receivers: by pipeline stage, the process of each old piece and of each new one.
     """
 
     title: str
@@ -101,18 +104,24 @@ class ReshardPlan:
     rounds: tuple[ReshardRound, ...] = field(repr=False)
     numbers: dict[str, Sources] = field(repr=False)
     anew: frozenset[str] = field(repr=False)
-    senders: tuple[int, ...] = field(repr=False)
-    receivers: tuple[int, ...] = field(repr=False)
-    _sends: dict[int, int] = field(init=False, repr=False, compare=False)
-    _receives: dict[int, int] = field(init=False, repr=False, compare=False)
-    _lacking: dict[tuple[range, range], tuple[int, ...]] = field(
+    senders: tuple[tuple[int, ...], ...] = field(repr=False)
+    receivers: tuple[tuple[int, ...], ...] = field(repr=False)
+    _sends: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
+    _receives: tuple[dict[int, int], ...] = field(init=False, repr=False, compare=False)
+    _lacking: dict[tuple[tuple[int, int], range, range], tuple[int, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
     """A cache: the new ranks of one range whose processes have no old rank in another range."""
 
     def __post_init__(self) -> None:
-        for pieces, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
-            object.__setattr__(self, attribute, {process: piece for piece, process in enumerate(pieces)})
+        for stages, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
+            found = tuple({process: piece for piece, process in enumerate(pieces)} for pieces in stages)
+            object.__setattr__(self, attribute, found)
+
+    def _pieces(self, flow: Flow, process: int) -> tuple[int | None, int | None]:
+        """The pieces of the old stage and of the new one that a process holds."""
+        old, new = flow.stages
+        return self._sends[old].get(process), self._receives[new].get(process)
 
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
         """The moves of a flow between all processes, or those of one. Starts and stops count elements of the tensors they hold.
@@ -126,7 +135,7 @@ class ReshardPlan:
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
         """The elements that a process both has and needs."""
-        sent, received = self._sends.get(process), self._receives.get(process)
+        sent, received = self._pieces(flow, process)
         if sent is None or received is None:
             return
         held = flow.source.holders(sent)
@@ -144,7 +153,7 @@ class ReshardPlan:
     def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
         """The same for one process, which sends from its own piece, and receives the elements that it lacks."""
         old, new = flow.source.layout, flow.target.layout
-        sent, received = self._sends.get(process), self._receives.get(process)
+        sent, received = self._pieces(flow, process)
         found: list[tuple[Move, int]] = []
         if sent is not None:
             found += [(m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)]
@@ -158,17 +167,21 @@ class ReshardPlan:
     def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
         """The new ranks that receive a move between two pieces, because their processes lack its elements."""
         sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
-        if (sources, targets) not in self._lacking:
-            self._lacking[sources, targets] = tuple(
-                target for target in targets if self._sends.get(self.receivers[target], -1) not in sources
+        old, new = flow.stages
+        key = flow.stages, sources, targets
+        if key not in self._lacking:
+            senders, receivers = self._sends[old], self.receivers[new]
+            self._lacking[key] = tuple(
+                target for target in targets if senders.get(receivers[target], -1) not in sources
             )
-        return (target for target in self._lacking[sources, targets] if flow.takes(target, move.target_rank))
+        return (target for target in self._lacking[key] if flow.takes(target, move.target_rank))
 
     def _sending(self, flow: Flow, move: Move, target: int) -> Move:
         """A move between pieces, to one of the ranks that hold the new one."""
         source_start = flow.source.start(move.source_rank) + move.source_start
         target_start = flow.target.start(move.target_rank) + move.target_start
-        sender, receiver = self.senders[move.source_rank], self.receivers[target]
+        old, new = flow.stages
+        sender, receiver = self.senders[old][move.source_rank], self.receivers[new][target]
         return Move(sender, source_start, source_start + move.numel, receiver, target_start)
 
     @property
@@ -199,16 +212,21 @@ class ReshardPlan:
 
 @collector_paused()
 def plan_reshard(
-    old: Plan, new: Plan, *, places: Sequence[JobRank] | None = None, rng: Mapping[str, TensorSpec] | None = None
+    old: Plan | StagedPlan,
+    new: Plan | StagedPlan,
+    *,
+    places: Sequence[JobRank] | None = None,
+    rng: Mapping[str, TensorSpec] | None = None,
 ) -> ReshardPlan:
     """The plan that turns a state of `old` into one of `new`. Sends nothing, reads no tensor.
 
     Stage, mesh, world size, units, order, parameter groups, comm hooks, dtypes and frozen parameters may differ, but no master
     or optimizer state may become narrower. A master comes from the old master, or from the old parameters if there is none.
     A parameter that is frozen in one of the two steps keeps its values only; its optimizer state is new, or is dropped.
+    The number of pipeline stages may differ too. The lowest stage that holds a tied layer sends it.
 
     Args:
-        old, new: plans of one model, from `step.plan` or `fzero.plan`.
+        old, new: plans of one model, from `step.plan` or `fzero.plan`; of a pipeline from `staged_plan(step)`.
         places: the ranks of each process; None: rank r of both jobs is the same process.
         rng: the specs of each rank's random state, `step.specs.rng`; a new rank gets that of the same old rank.
 
@@ -228,54 +246,96 @@ def plan_reshard(
           1         1         1               64              512              352
     """
     for which, given in (("old", old), ("new", new)):
-        if not isinstance(given, Plan):
+        if not isinstance(given, Plan | StagedPlan):
             raise ValueError(
                 f"plan_reshard: {which} must be a plan, got {type(given).__name__}; pass {which}.plan of a step, or the result "
                 f"of fzero.plan"
             )
-    _check_same("parameter", _shapes_of(old), _shapes_of(new))
-    _check_same("module buffer", *({n: spec.shape for n, spec in p.buffers.items()} for p in (old, new)))
+    before, after = StagedPlan.of(old), StagedPlan.of(new)
+    _check_same("parameter", _shapes_of(before), _shapes_of(after))
+    _check_same("module buffer", _buffer_shapes(before), _buffer_shapes(after))
     if places is None:
-        numbers = range(max(old.world_size, new.world_size))
-        places = [JobRank(r if r < old.world_size else None, r if r < new.world_size else None) for r in numbers]
-    _check_present("old", [place.old for place in places], old.world_size)
-    _check_present("new", [place.new for place in places], new.world_size)
+        numbers = range(max(before.world_size, after.world_size))
+        sizes = before.world_size, after.world_size
+        places = [JobRank(*(rank if rank < size else None for size in sizes)) for rank in numbers]
+    _check_present("old", [place.old for place in places], before.world_size)
+    _check_present("new", [place.new for place in places], after.world_size)
     counted: dict[str, Sources] = {}
     began: set[str] = set()
     rounds = []
-    before = {name: tensors for tensors in of_plan(old) for name in tensors.buffer.layout.names}
-    for unit in new.units:
-        flows: list[Flow] = []
-        for buffer in unit.buffers:
-            target = BufferTensors(new, buffer)
-            shared: dict[str, list[str]] = {}
-            for name in buffer.layout.names:
-                shared.setdefault(before[name].buffer.key, []).append(name)
-            sources = [before[names[0]] for names in shared.values()]
-            for source, names in zip(sources, shared.values(), strict=True):
-                _check_same_kind(source, target, names)
-                flows += _flows_between(source, target, names)
-            known = [source for source in sources if source.buffer.trainable]
-            anew = [n for n in buffer.layout.names if buffer.trainable and not before[n].buffer.trainable]
-            began.update(anew)
-            for path, name in target.numbers.items():
-                counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
-        rounds.append(ReshardRound(unit.name, tuple(flows)))
-    own = {f"state.rng[{kind!r}]": spec for kind, spec in (rng or {}).items()} | kept_hook_states(old, new)
-    old_buffers = buffers_of(old)
-    rest = [Flow(old_buffers[name], tensor) for name, tensor in buffers_of(new).items()]
-    rest += [_own(name, spec, old, new) for name, spec in own.items()]
-    rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
+    homes = _homes(before)
+    for stage, plan in enumerate(after.stages):
+        for unit in plan.units:
+            flows = [
+                flow for b in unit.buffers for flow in _flows_of(BufferTensors(plan, b), homes, stage, counted, began)
+            ]
+            rounds.append(ReshardRound(unit.name, tuple(flows)))
+        rest = list(_own_flows(before, plan, stage, rng or {}))
+        rounds.append(ReshardRound("module buffers and random states", tuple(rest)))
     senders = {place.old: process for process, place in enumerate(places)}
     receivers = {place.new: process for process, place in enumerate(places)}
     return ReshardPlan(
-        f"ZeRO stage {old.stage} on {describe(old.mesh)} -> stage {new.stage} on {describe(new.mesh)}",
+        f"ZeRO stage {before.stages[0].stage} on {describe(before.mesh)} -> stage {after.stages[0].stage} on "
+        f"{describe(after.mesh)}",
         tuple(places), tuple(rounds), counted, frozenset(began),
-        tuple(senders[rank] for rank in old.ranks), tuple(receivers[rank] for rank in new.ranks),
+        tuple(tuple(senders[rank] for rank in before.ranks(stage)) for stage in range(len(before.stages))),
+        tuple(tuple(receivers[rank] for rank in after.ranks(stage)) for stage in range(len(after.stages))),
     )  # fmt: skip
 
 
 # --- flows -------------------------------------------------------------------------------------------------------
+
+
+_Homes = dict[str, tuple[int, BufferTensors]]
+"""By parameter, the old flat buffer that holds it, and its stage."""
+
+
+def _homes(old: StagedPlan) -> _Homes:
+    found: _Homes = {}
+    for stage, plan in enumerate(old.stages):
+        for tensors in of_plan(plan):
+            for name in tensors.buffer.layout.names:
+                found.setdefault(name, (stage, tensors))  # copies of tied layers are equal: the lowest stage sends them
+    return found
+
+
+def _flows_of(
+    target: BufferTensors, homes: _Homes, stage: int, counted: dict[str, Sources], began: set[str]
+) -> Iterator[Flow]:
+    """The flows to a new flat buffer. Enters its 0-d numbers in `counted`, and parameters with new optimizer state in `began`."""
+    names_of: dict[tuple[int, str], list[str]] = {}
+    for name in target.buffer.layout.names:
+        home, source = homes[name]
+        names_of.setdefault((home, source.buffer.key), []).append(name)
+    known: list[BufferTensors] = []
+    anew: list[str] = []
+    for names in names_of.values():
+        home, source = homes[names[0]]
+        _check_same_kind(source, target, names)
+        for flow in _flows_between(source, target, names):
+            yield replace(flow, stages=(home, stage))
+        if source.buffer.trainable:
+            known.append(source)
+        elif target.buffer.trainable:
+            anew += names
+    began.update(anew)
+    for path, name in target.numbers.items():
+        counted[name] = Sources(tuple(source.numbers[path] for source in known), tuple(anew))
+
+
+def _own_flows(old: StagedPlan, plan: Plan, stage: int, rng: Mapping[str, TensorSpec]) -> Iterator[Flow]:
+    """The flows to the module buffers, random states and states of comm hooks of a new stage."""
+    # Ranks with one place in "data" have one random state on all stages. The old stage of the same number may be this process.
+    found = dict[str, Flow]()
+    for home in sorted(range(len(old.stages)), key=lambda home: home != stage):
+        source = old.stages[home]
+        wanted, own = buffers_of(plan), {f"state.rng[{kind!r}]": spec for kind, spec in rng.items()}
+        for name, tensor in buffers_of(source).items():
+            if name in wanted:
+                found.setdefault(name, Flow(tensor, wanted[name], stages=(home, stage)))
+        for name, spec in (own | kept_hook_states(source, plan)).items():
+            found.setdefault(name, replace(_own(name, spec, source, plan), stages=(home, stage)))
+    yield from found.values()
 
 
 def _flows_between(source: BufferTensors, target: BufferTensors, shared: Sequence[str]) -> Iterator[Flow]:
@@ -311,9 +371,13 @@ def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
 # --- checks ------------------------------------------------------------------------------------------------------
 
 
-def _shapes_of(plan: Plan) -> dict[str, tuple[int, ...]]:
-    layouts = (buffer.layout for buffer in plan.flat_buffers)
+def _shapes_of(job: StagedPlan) -> dict[str, tuple[int, ...]]:
+    layouts = (buffer.layout for plan in job.stages for buffer in plan.flat_buffers)
     return {name: shape for layout in layouts for name, shape in zip(layout.names, layout.shapes, strict=True)}
+
+
+def _buffer_shapes(job: StagedPlan) -> dict[str, tuple[int, ...]]:
+    return {name: spec.shape for plan in job.stages for name, spec in plan.buffers.items()}
 
 
 def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -20,17 +20,19 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
-from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
+from fzero.plans.plan import Plan
+from fzero.plans.staged import StagedPlan
 from fzero.resharding import new_state
 from fzero.resharding.new_state import Numbers, by_name, chosen_numbers, numbers_of, read, write
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, kept_hook_states, plan_reshard
 from fzero.runtime.file_agreement import agree, files_of
 from fzero.runtime.step_spec import MismatchError
-from fzero.simulation import LockstepRanks, stacked, unstacked
+from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import Leaf, StoreError, handles_of
@@ -60,9 +62,10 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
 
     Args:
         state: this process's part; None where it is not in the old job.
-        old: the step of `state`. In a process outside the old job, a step on `AbstractAxis("data", W)`.
-        new: the step to continue with, of the same model. In a process outside the new job, a step on `AbstractAxis("data", W)`.
-            Simulated steps (`simulate`) have simulated states, and send nothing.
+        old: the step of `state`. In a process outside the old job, a step on `AbstractAxis("data", W)`, or of a pipeline on
+            `AbstractAxis.of(mesh)`.
+        new: the step to continue with, of the same model, on any number of pipeline stages. In a process outside the new job, as
+            `old`. Simulated steps (`simulate`) have simulated states, and send nothing.
 
     Returns:
         This process's part; None where it is not in the new job.
@@ -74,13 +77,6 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         CollectiveError: another process died, or does not take part.
     """
     _check_steps(old, new, TrainStep | LockstepRanks)
-    for name, step in (("old", old), ("new", new)):
-        runs = step.steps[0] if isinstance(step, LockstepRanks) else step
-        if runs.recipe.pipeline is not None:
-            raise ValueError(
-                f"reshard: the {name} step must not be a pipeline as yet, whose stages hold different parameters; save the state "
-                f"with fzero.save, and load it with the new step"
-            )
     if isinstance(old, LockstepRanks) or isinstance(new, LockstepRanks):
         return _reshard_simulated(state, old, new)
     axis = job()
@@ -88,27 +84,30 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
         if isinstance(step.runtime.ranks, ProcessAxis) and step.runtime.ranks.observe is not None:
             axis = replace(axis, observe=step.runtime.ranks.observe)
     meet("fzero.reshard", axis)
-    mine = _report(state, old, new)
+    plans = staged_plan(old), staged_plan(new)
+    mine = _report(state, old, new, plans)
     world = [_Report(*values) for values in collectives.exchange(tuple(mine), axis, label=Label("compare"))]
     _check_reports(world)
     _warn_of_hooks(old, new)
     places = [JobRank(report.old, report.new) for report in world]
-    plan = plan_reshard(old.plan, new.plan, places=places, rng=_rng_specs(old, new))
-    numbers = next(report.numbers for report in world if report.numbers is not None)
+    plan = plan_reshard(*plans, places=places, rng=_rng_specs(old, new))
+    numbers = _merged(report.numbers for report in world)
     chosen = chosen_numbers(plan.numbers, numbers)
-    files = _make_files(new, axis) if new.runtime.offload.has_files else None
+    # A stage without parameters has no files, and agrees with the others.
+    has_files = [any(p.kind == "nvme" for plan in staged.stages for p in plan.placements.values()) for staged in plans]
+    files = _make_files(new, axis) if has_files[1] else None
     made = None
     if mine.new is not None:
-        made = new_state.blank(new, mine.new, chosen, keeps_scale=new_state.keep_scale(old, new), files=files)
+        made = new_state.blank(new, new.data_rank, chosen, keeps_scale=new_state.keep_scale(old, new), files=files)
     sources = {} if state is None else by_name(state)
     targets = {} if made is None else by_name(made)
     for round_ in plan.rounds:
         _run(round_, plan, sources, targets, axis, new.device)
     if made is not None and mine.new is not None:
-        new_state.narrow(made, new, mine.new)
-        new_state.begin_anew(made, new, mine.new, plan.anew)
+        new_state.narrow(made, new, new.data_rank)
+        new_state.begin_anew(made, new, new.data_rank, plan.anew)
         new_state.rescale(made, numbers)
-    if old.runtime.offload.has_files or files is not None or new.runtime.offload.has_files:
+    if any(has_files):
         agree(files, axis, error=next((x.files.cause for x in handles_of(state)), None))
     return None if made is None else put(made, new)
 
@@ -135,8 +134,8 @@ def _reshard_simulated(state: TrainState[Tensor] | None, old: AnyStep, new: AnyS
         raise ValueError(
             "reshard: the state of simulated steps must be that of all ranks, got None; pass the state that the old step returned"
         )
-    made: TrainState[Tensor] = stacked(reshard_all(unstacked(state, old.world_size), old.steps[0], new.steps[0]))
-    return put(made, new) if new.steps[0].runtime.offload.has_files else made
+    made = new.joined(_moved(old.states_of(state), old.steps, new.steps))
+    return put(made, new) if any(step.runtime.offload.has_files for step in new.steps) else made
 
 
 def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: TrainStep) -> list[TrainState[Tensor]]:
@@ -158,26 +157,60 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
             f"reshard_all: needs the states of all {old.world_size} ranks of the old step in rank order, got {len(states)}; "
             f"pass them all"
         )
+    return _moved(states, _of_ranks(old), _of_ranks(new))
+
+
+def staged_plan(step: TrainStep) -> StagedPlan:
+    """The plan of the whole job of a step, for `plan_reshard`: of all stages, if it is a pipeline. Sends nothing."""
+    pipe = step.recipe.pipeline
+    return StagedPlan.of(step.plan) if pipe is None else pipe.plan(step.recipe, step.mesh)
+
+
+def _of_ranks(step: TrainStep) -> list[TrainStep]:
+    """The step of every rank, as far as they differ."""
+    if step.recipe.pipeline is None:
+        return [step] * step.world_size
+    return [TrainStep(step.recipe, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)]
+
+
+def _moved(
+    states: Sequence[TrainState[Tensor]], olds: Sequence[TrainStep], news: Sequence[TrainStep]
+) -> list[TrainState[Tensor]]:
+    """The states of all ranks of the new job, from the steps of all ranks of both."""
+    old, new = olds[0], news[0]
     _check_devices(old, new)
     _warn_of_hooks(old, new)
-    for state in states:
-        old.runtime.form.check(state, fix=_FIX)
-    plan = plan_reshard(old.plan, new.plan, rng=_rng_specs(old, new))
-    numbers = chosen_numbers(plan.numbers, numbers_of(states[0]))
-    made = [
-        new_state.blank(new, rank, numbers, keeps_scale=new_state.keep_scale(old, new))
-        for rank in range(new.world_size)
-    ]
+    for state, step in zip(states, olds, strict=True):
+        step.runtime.form.check(state, fix=_FIX)
+    plan = plan_reshard(staged_plan(old), staged_plan(new), rng=_rng_specs(old, new))
+    numbers = _merged(numbers_of(state) for rank, state in enumerate(states) if _data_rank(old, rank) == 0)
+    chosen = chosen_numbers(plan.numbers, numbers)
+    ranks = [_data_rank(new, rank) for rank in range(new.world_size)]
+    keeps = new_state.keep_scale(old, new)
+    made = [new_state.blank(step, rank, chosen, keeps_scale=keeps) for step, rank in zip(news, ranks, strict=True)]
     sources, targets = [by_name(state) for state in states], [by_name(state) for state in made]
     for flow in (flow for round_ in plan.rounds for flow in round_.flows):
         for move in plan.moves(flow):
             source = sources[move.source_rank][flow.source.name][move.source_start : move.source_stop]
             targets[move.target_rank][flow.target.name][move.target_start : move.target_stop].copy_(source)
-    for rank, state in enumerate(made):
-        new_state.narrow(state, new, rank)
-        new_state.begin_anew(state, new, rank, plan.anew)
+    for state, step, rank in zip(made, news, ranks, strict=True):
+        new_state.narrow(state, step, rank)
+        new_state.begin_anew(state, step, rank, plan.anew)
         new_state.rescale(state, numbers)
     return made
+
+
+def _data_rank(step: TrainStep, rank: int) -> int:
+    """The number of a rank of the job among those of its stage."""
+    return rank if step.recipe.pipeline is None else step.mesh.coordinate(rank)[DATA]
+
+
+def _merged(of_ranks: Iterable[Numbers | None]) -> Numbers:
+    """The numbers of all stages; those that several ranks have are equal."""
+    merged: Numbers = {}
+    for numbers in of_ranks:
+        merged |= numbers or {}
+    return merged
 
 
 # --- the executor on real processes ------------------------------------------------------------------------------
@@ -251,15 +284,16 @@ class _Report(NamedTuple):
     steps: int
     """A checksum of the two steps' plans."""
     numbers: Numbers | None
-    """The numbers of old rank 0."""
+    """The numbers of the first rank of each old stage."""
     problem: str | None
 
 
-def _report(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) -> _Report:
+def _report(
+    state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep, plans: tuple[StagedPlan, StagedPlan]
+) -> _Report:
     """Checks this process. An error is reported and not raised, because the others would wait."""
-    ranks = (step.runtime.ranks for step in (old, new))
-    old_rank, new_rank = (None if isinstance(axis, AbstractAxis) else axis.rank for axis in ranks)
-    plans = [(p.stage, p.mesh, p.flat_buffers, p.optimizer, p.buffers, str(p.comm_hooks)) for p in (old.plan, new.plan)]
+    old_rank, new_rank = (None if isinstance(step.runtime.ranks, AbstractAxis) else step.rank for step in (old, new))
+    forms = [[staged.mesh, *map(_form_of, staged.stages)] for staged in plans]
     numbers, problem = None, None
     try:
         _check_devices(old, new)
@@ -272,10 +306,14 @@ def _report(state: TrainState[Tensor] | None, old: TrainStep, new: TrainStep) ->
         if state is not None:
             old.runtime.form.check(state, fix=_FIX)
             files_of(state)
-            numbers = numbers_of(state) if old_rank == 0 else None
+            numbers = numbers_of(state) if old.data_rank == 0 else None
     except (ValueError, StoreError) as error:
         problem = str(error)
-    return _Report(old_rank, new_rank, zlib.crc32(repr(plans).encode()), numbers, problem)
+    return _Report(old_rank, new_rank, zlib.crc32(repr(forms).encode()), numbers, problem)
+
+
+def _form_of(plan: Plan) -> tuple[Any, ...]:
+    return plan.stage, plan.mesh, plan.flat_buffers, plan.optimizer, plan.buffers, str(plan.comm_hooks)
 
 
 def _check_reports(world: Sequence[_Report]) -> None:
@@ -287,7 +325,8 @@ def _check_reports(world: Sequence[_Report]) -> None:
     if differing:
         raise MismatchError(
             f"reshard: old and new must be the same two steps on every process, and those of processes {differing} have other "
-            f"plans than those of process 0; make them from the same model and configurations"
+            f"plans than those of process 0; make them from the same model and configurations (and freeze the layers of a "
+            f"pipeline where they are made)"
         )
 
 

@@ -42,7 +42,7 @@ class UnitRoot(torch.autograd.Function):
 
 
 class ParamLeaf(torch.autograd.Function):
-    """A large parameter for the model; as an output of `UnitRoot`, but its gradient is written at once."""
+    """A large parameter as the model sees it: like an output of `UnitRoot`, but its gradient is written at once."""
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:

@@ -35,11 +35,12 @@ from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import Visits, visits_in
+from fzero.runtime.fetched_parameters import untraced
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
-from fzero.runtime.module_binding import beneath_model, beneath_modes, untraced
+from fzero.runtime.module_binding import beneath_model, beneath_modes
 from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
@@ -71,6 +72,7 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
+        gathers: the gathered units.
         anchor: the input of every `UnitRoot`. It is on the device of the parameters, so that autograd runs every
             `UnitRoot` and `ParamLeaf` on one thread.
     """
@@ -91,9 +93,9 @@ class ForwardBackward:
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards, self._seen = Forwards(), seen
         self._given = GivenParams(seen.scored)
-        self._gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
+        self.gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
-        self._events = Sequencer(plan, mesh, learned, self._gathers, self._reductions)
+        self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self._runs_again = False
@@ -136,7 +138,7 @@ class ForwardBackward:
             with self._given.named_errors(), self.saving() if saves else nullcontext():
                 yield
             self._range.close()
-            self._gathers.check_full()
+            self.gathers.check_full()
             self._given.end()
             self._events.ask("boundary")
 
@@ -186,7 +188,7 @@ class ForwardBackward:
             if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
-            self._gathers.check_full()
+            self.gathers.check_full()
             self._events.ask("end_backward")
             self._let_go("finish")
             if self._loss_stats is not None:
@@ -227,7 +229,7 @@ class ForwardBackward:
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
         self._range.close()
-        pending = [*self._gathers.abandon(), *self._reductions.abandon()]
+        pending = [*self.gathers.abandon(), *self._reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
 
@@ -236,7 +238,7 @@ class ForwardBackward:
         self.status = "over"
         self.forwards.close()
         self._let_go("release")
-        self._gathers.close()
+        self.gathers.close()
 
     def _let_go(self, request: Literal["finish", "release"]) -> None:
         """Releases the gathered buffers; `finish` waits for the reductions of a backward first."""
@@ -288,7 +290,7 @@ class ForwardBackward:
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
-            work, flats, seen = None if self.grads is None else self, self._gathers.full(unit), self._gathers.seen(unit)
+            work, flats, seen = None if self.grads is None else self, self.gathers.full(unit), self.gathers.seen(unit)
             self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
 
@@ -313,14 +315,14 @@ class ForwardBackward:
             yield
             return
         pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-        with saved_tensors_hooks(partial(pack, self._gathers), partial(unpack, self)):
+        with saved_tensors_hooks(partial(pack, self.gathers), partial(unpack, self)):
             yield
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):
             self._check_runs()
             self._need(saved.unit.name)
-        return self._gathers.from_saved(saved)
+        return self.gathers.from_saved(saved)
 
     def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Takes gradients of parameters of a unit from autograd; None where there is none, and no name where none is wanted."""
@@ -330,7 +332,7 @@ class ForwardBackward:
         if self.status != "passed":
             for name, grad in zip(names, grads, strict=True):
                 if name in self._seen.is_on and grad is not None:
-                    for own, part in self._gathers.pulled(name, grad, self.plan.homes[name][0], self._need).items():
+                    for own, part in self.gathers.pulled(name, grad, self.plan.homes[name][0], self._need).items():
                         self._add(own, part)
                 elif name and grad is not None:
                     self._add(name, grad)

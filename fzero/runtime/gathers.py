@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending
@@ -37,6 +38,26 @@ class SavedView(NamedTuple):
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
+
+
+class Lingering(NamedTuple):
+    """A gathered buffer of which the model still holds a view when its unit is released. It keeps no memory.
+
+    Attributes:
+        key: of the flat buffer.
+        counter: a tensor without memory that shares the buffer's version counter.
+        version: when the unit was released.
+        memory: a weak reference to the buffer's memory.
+    """
+
+    key: str
+    counter: Tensor
+    version: int
+    memory: StorageWeakRef
+
+    @property
+    def is_held(self) -> bool:
+        return not self.memory.expired()  # type: ignore[no-untyped-call]
 
 
 class _Gather(NamedTuple):
@@ -76,6 +97,7 @@ class Gathers:
         self._under_way: dict[str, list[_Gather]] = {}
         self._live: dict[str, dict[str, Tensor]] = {}  # unit → key → gathered buffer (P)
         self._by_storage: dict[int, tuple[UnitPlan, str, torch.dtype]] = {}
+        self.lingering: list[Lingering] = []
         self._versions = {key: flat._version for key, flat in params.items() if isinstance(flat, Tensor)}
 
     # --- gathers -------------------------------------------------------------------------------------------------
@@ -178,7 +200,25 @@ class Gathers:
             self._by_storage.pop(address(flat), None)
             if flat._version != self._versions[key]:
                 raise self._was_changed(f"of {key!r}")
+            self._watch(flat, key)
             self._give_back(flat, key)
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in the memory of parameters, of units that were released too."""
+        at = address(tensor)
+        if at <= 0 or not tensor.numel():
+            return False
+        mine = (address(flat) for flat in self._params.values() if isinstance(flat, Tensor) and flat.numel())
+        released = (each.memory.cdata for each in self.lingering)
+        return at in self._by_storage or at in mine or tensor.untyped_storage()._cdata in released
+
+    def _watch(self, flat: Tensor, key: str) -> None:
+        """Records a buffer of which there are views; a change to one of them would be lost."""
+        storage = flat.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]  # `flat` and `storage`
+            counter = flat.detach()
+            counter.data = flat.new_empty(0)  # keeps the version counter
+            self.lingering.append(Lingering(key, counter, flat._version, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Drops what modules saw of compressed parameters, and the shards that are being loaded."""
@@ -186,7 +226,10 @@ class Gathers:
         self._transfer.abandon()
 
     def check_full(self) -> None:
-        """Raises ValueError where a parameter that this rank holds in full was changed in place."""
+        """Raises ValueError where a parameter was changed in place that this rank holds in full, or whose unit is released."""
+        for key, counter, version, _ in self.lingering:
+            if counter._version != version:
+                raise self._was_changed(f"of {key!r}")
         params, versions = self._params, self._versions
         for key in self._full:
             flat: Any = params[key]

@@ -1,4 +1,4 @@
-"""`GivenParams`: the parameters of a forward. It must not change them, nor differentiate by those of a single visit.
+"""`GivenParams`: the parameters of a forward, which must neither change them nor differentiate by those of one visit alone.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.

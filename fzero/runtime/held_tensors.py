@@ -26,7 +26,7 @@ class Held:
     """A tensor that shares the memory of a parameter or buffer.
 
     Attributes:
-        tensor: it.
+        tensor: a reference to it.
         owner: the parameter or buffer.
         name: of the owner.
         is_buffer: whether the owner is a buffer.

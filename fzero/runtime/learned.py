@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
 
 from fzero.plans.replay import Memory
 from fzero.plans.unit_orders import Event, Orders, Run
+from fzero.runtime.gathers import Lingering
 from fzero.runtime.hyper_check import HyperCheck
-from fzero.runtime.own_params import Origin, OwnGrads
+from fzero.runtime.own_params import Origin, OwnGrads, sharing_buffers
 from fzero.runtime.step_spec import StepSpec
 
 
@@ -26,6 +28,8 @@ class Learned:
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
         own_grads: checks in the first step that the module's own parameters got no gradients.
+        lingering: the gathered buffers of which the model held views in the last step.
+        sharing: the names of buffers that share memory, which a step must not change.
         holds_still: whether any forward has excluded trained parameters from its gradients (`still`).
     """
 
@@ -36,6 +40,8 @@ class Learned:
     moving_buffers: frozenset[str] | None = None
     compared: set[str] = field(default_factory=set)
     own_grads: OwnGrads | None = None
+    lingering: list[Lingering] = field(default_factory=list)
+    sharing: frozenset[str] = frozenset()
     holds_still: bool = False
     answers: Memory = field(default_factory=Memory)
 
@@ -43,7 +49,18 @@ class Learned:
     def nothing(cls, recipe: StepSpec) -> Self:
         """Before the first call of a step."""
         orders = Orders() if recipe.schedule == "learned" else None
-        return cls(orders, HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers))), Origin(recipe.model))
+        hyper = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
+        return cls(orders, hyper, Origin(recipe.model), sharing=sharing_buffers(recipe.model))
+
+    def check_lingering(self) -> None:
+        """Warns where a view of a gathered buffer has outlived its step."""
+        if kept := sorted({each.key for each in self.lingering if each.is_held}):
+            warnings.warn(
+                f"parameters of {kept[0]!r}: a tensor that a forward of an earlier step made without a copy (weight.data, "
+                f"weight.detach()) is still held, and keeps the values of that step, because stage 3 gathers others; if the "
+                f"model computes with it, make it anew in each forward; if not, hold a clone, which takes less memory",
+                stacklevel=4,
+            )
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:

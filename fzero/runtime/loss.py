@@ -188,7 +188,7 @@ def check_rows(rows_M2: Tensor, *, is_sum: bool) -> None:
 
 
 def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
-    """The place of the least value of each range (min, max), among the elements of buffers laid one after the other.
+    """The index of the minimum of each range (min, max) in the concatenation of these buffers.
 
     Args:
         sizes: the elements of each buffer, and whether it is a range.

@@ -7,10 +7,10 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from itertools import accumulate, takewhile
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -22,48 +22,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from fzero.runtime import own_params
+from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, wrong_kind
-
-
-class FetchedParameters(dict[str, Any]):
-    """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
-
-    def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
-        super().__init__(own)
-        self.names, self.fetch = names, fetch
-        self.put: set[str] = set()
-        """The keys to which the model has assigned a value of its own."""
-
-    def __getitem__(self, key: str) -> Any:
-        name = self.names.get(key)
-        return super().__getitem__(key) if name is None else self.fetch(name)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
-        # `fetch`. After its unit is gathered again this tensor must not be used, so only its name is kept.
-        name = getattr(value, "fzero_name", None)
-        if name is not None:
-            self.names[key] = name
-            self.put.discard(key)
-        else:
-            self.names.pop(key, None)
-            self.put.add(key)
-        super().__setitem__(key, value)
-
-    def __delitem__(self, key: str) -> None:
-        self.names.pop(key, None)
-        self.put.discard(key)
-        super().__delitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself
-
-    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
-        return ((key, self[key]) for key in self)
-
-    def values(self) -> Iterator[Any]:  # type: ignore[override]
-        return (self[key] for key in self)
+from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, replaced, wrong_kind
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -125,11 +86,18 @@ class Binding:
         slots: list[_BufferSlot] = []
         names_of: dict[int, str] = {}  # by the identity of the module's own parameter
         own_by_id: dict[int, Tensor] = {}
+        marks: dict[str, dict[str, Any]] = {}  # the Python attributes that code has set on parameters
+        if any(
+            param is not None and param.__dict__ and marks_of(param)
+            for _, own, _ in found
+            for param in dict.values(own)
+        ):
+            fetch = partial(marked, fetch, marks)
         lister, leave = _lister(names_of, self._tied, fetch), None
         listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
             for place, own_parameters, own_buffers in found:
-                names = self._own_names(place, own_parameters, names_of, own_by_id) if own_parameters else {}
+                names = self._own_names(place, own_parameters, names_of, own_by_id, marks) if own_parameters else {}
                 attributes = place.module.__dict__
                 attributes["_parameters"] = FetchedParameters(own_parameters, names, fetch)
                 if place.lists:
@@ -141,7 +109,7 @@ class Binding:
             leave = own_params.enter(self._substitutes(own_by_id, names_of, fetch, slots))
             yield
             for place, _, own_buffers in found:
-                _check_slots(place.module, place.prefix, own_buffers)
+                _check_slots(place, own_buffers)
             if any(place.module._modules != place.children for place in places):
                 _check_places(self._model, places)
             for slot in slots:
@@ -175,9 +143,17 @@ class Binding:
         return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
 
     def _own_names(
-        self, place: _Place, own: Mapping[str, Any], names_of: dict[int, str], own_by_id: dict[int, Tensor]
+        self,
+        place: _Place,
+        own: Mapping[str, Any],
+        names_of: dict[int, str],
+        own_by_id: dict[int, Tensor],
+        marks: dict[str, dict[str, Any]],
     ) -> dict[str, str]:
-        """The names of a module's own parameters for `fetch`, by key; adds them by identity to `names_of` and `own_by_id`."""
+        """The names of a module's own parameters for `fetch`, by key.
+
+        Adds the parameters by identity to `names_of` and `own_by_id`, and the Python attributes of each to `marks`.
+        """
         full, names = place.names, dict[str, str]()
         for key, param in own.items():
             if param is None:
@@ -187,6 +163,8 @@ class Binding:
                 full[key] = self._aliases.get(name, name)
             names_of[(index := id(param))] = names[key] = full[key]
             own_by_id[index] = param
+            if param.__dict__ and (own_marks := marks_of(param)):
+                marks[names[key]] = own_marks
             if type(param) is nn.Parameter:  # otherwise another rank in lockstep has bound it
                 check_no_hooks(names[key], param)
         return names
@@ -237,16 +215,21 @@ def _bind_buffers(
         yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
 
 
-def _check_slots(module: nn.Module, prefix: str, own_buffers: Mapping[str, Any]) -> None:
-    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state: it would be lost."""
+def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
+    """Raises ValueError if a forward has registered a parameter or buffer that is not in the state, or replaced a parameter by
+    another one: that would be lost."""
+    module = place.module
     parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
-    if not parameters.put and len(module._buffers) <= len(own_buffers):
+    if not parameters.is_changed and len(module._buffers) <= len(own_buffers):
         return
-    dot = f"{prefix}." if prefix else ""
+    dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
             raise late("parameter", dot + key)
+    for key, name in place.names.items():
+        if parameters.names.get(key) != name:
+            raise replaced(dot + key, parameters.names.get(key))
     for key, buffer in module._buffers.items():
         if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
             raise late("buffer", dot + key)
@@ -311,19 +294,6 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
-
-
-_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
-
-
-def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function of a module or class, hidden from torch.compile, which would otherwise trace it as part of a model that
-    compiles its own code."""
-    if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
-        return function
-    if function not in _UNTRACED:
-        _UNTRACED[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return _UNTRACED[function]
 
 
 def beneath_model(num_modes: int) -> AbstractContextManager[object]:

@@ -6,20 +6,29 @@ are averaged in every step, so that BatchNorm's running statistics cover the glo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import Bound
 from fzero.comms.records import Label
 from fzero.runtime.loss import agreed_buffers, range_places
+from fzero.runtime.own_params import not_a_view
 
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
     """The names of buffers that were replaced by another tensor, or changed in place."""
     return {n for n, (tensor, version) in before.items() if buffers[n] is not tensor or tensor._version != version}
+
+
+def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
+    """Raises ValueError where a persistent buffer of a bound model is in the memory of a parameter, which `holds` says."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set and holds(buffer):
+                raise not_a_view(f"{prefix}.{key}" if prefix else key)
 
 
 def make_equal(

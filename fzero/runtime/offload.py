@@ -1,10 +1,11 @@
 """`Offload`: the tensors of a rank's state that live off the device, in host memory or in files.
 
 It allocates the tensors of a flat buffer in the memory that the plan places them in, updates them, and moves them to another
-memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it lives:
-in a file, in host memory, or on the device of the update. A forward or backward uses a `ShardTransfer` (`fzero.storage.shard_io`)
-to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory is device memory, and
-nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU (`buffer_sizes.updates_on_host`).
+memory. Each of these operations is one stream of sub-groups (`fzero.storage.stream`). A stream reads every tensor where it
+lives: in a file, in host memory, or on the device of the update. A forward or backward uses a `MovingTransfer`
+(`fzero.storage.shard_io`) to load shards of parameters and to write shards of gradients. If the model is on the CPU, host memory
+is device memory, and nothing moves. A buffer whose master and optimizer state live elsewhere is updated on the CPU
+(`buffer_sizes.updates_on_host`).
 
 If one rank's files fail, no rank may go on: before updated parameters are all-gathered, every rank reports whether its files
 are good (`agree`). If one rank's files are not good, all ranks raise, and no rank's state can be used any more.
@@ -12,7 +13,6 @@ are good (`agree`). If one rank's files are not good, all ranks raise, and no ra
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,19 +21,19 @@ import torch
 from torch import Tensor
 
 import fzero.storage as storage
-from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import Bound
 from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload_leaves import Leaves, leaves_of, long_tensors, to_host, with_long
+from fzero.runtime.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, to_host, with_long
+from fzero.runtime.offload_wholes import update_wholes
 from fzero.runtime.state_memory import Parts, Place, StateMemory
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
 from fzero.storage.file_tensor import FileSpec, FileTensor, Leaf, handles_of, renewed
 from fzero.storage.shard_io import MovingTransfer
-from fzero.storage.shard_transfer import BufferPool, own_shard
+from fzero.storage.shard_transfer import BufferPool
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
@@ -83,13 +83,6 @@ class Offload(StateMemory):
         return MovingTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
-        """During the backward, starts to read the next update's first sub-groups (without gradients), as many as have room.
-
-        Errors are kept for `agree`.
-
-        Args:
-            still: the keys of flat buffers that the update leaves as they are.
-        """
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early
         if files is None or files.cause is not None:  # perhaps only this rank knows of the failure
             return
@@ -108,16 +101,13 @@ class Offload(StateMemory):
         return self.kind(leaves.homes[name].placement) == place
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
-        """Whether a tensor that an update of this buffer reads or writes lives off the device."""
         return buffer.key in self._away
 
     def joins(self, buffer: FlatParamPlan) -> bool:
-        """Whether updated parameters are all-gathered into a shard that lives off the device."""
         leaves = self._leaves[buffer.key]
         return buffer.joins_shards and not self._is_here(leaves, leaves.param)
 
     def runs_on(self, buffer: FlatParamPlan) -> torch.device:
-        """The device on which the buffer is updated."""
         return self._device_of(self._runs_at(buffer))
 
     def _runs_at(self, buffer: FlatParamPlan) -> Place:
@@ -142,7 +132,7 @@ class Offload(StateMemory):
         try:
             files = storage.state_files.StateFiles(
                 self._files, self._streaming, sub_group_numel=self.sub_group_numel, most=self._most,
-                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.rank,
+                extra=self._extra, staged_nbytes=self._staged_nbytes, rank=world.global_rank(world.rank),
             )  # fmt: skip
         except Exception as raised:
             error = raised
@@ -155,7 +145,6 @@ class Offload(StateMemory):
         return files
 
     def is_served_by(self, files: StateFiles | None) -> bool:
-        """Whether these files (None: no files) hold exactly the tensors that this plan places in files, with enough buffers."""
         if files is None:
             return not self._files
         return self._files == files.plan and self._has_room(files)
@@ -171,13 +160,6 @@ class Offload(StateMemory):
         values_S: Tensor,
         make: Callable[[], Transform],
     ) -> Parts:
-        """A new state's part of one flat buffer, each tensor in the memory of its placement; gradients are zeros.
-
-        Args:
-            param: the parameters that the model computes with, on the device.
-            values_S: on the device: this rank's shard of the parameters to update, or the master (also that of a frozen buffer).
-            make: makes the transform of a trained buffer.
-        """
         if not buffer.trainable or not self.is_away(buffer) or buffer.key in self._wholes:
             return self.move(buffer, files, self.init_here(buffer, param, values_S, make))
         leaves = self._leaves[buffer.key]
@@ -196,21 +178,14 @@ class Offload(StateMemory):
         """Writes the first values to where they live. Errors are kept for `agree` if there are files."""
         if files is not None and files.cause is not None:
             return
-        streamed = self._streamed(buffer, lambda *_: transform, found, state)
+        streamed = _streamed(self._leaves[buffer.key], lambda *_: transform, found, state)
         mover = self._mover([(buffer, found)])
-        self._stream(
+        _run_stream(
             files,
             lambda: storage.stream.init_streamed(
                 [streamed], lambda _, a, b: values_S[a:b], mover, sub_group_numel=self.sub_group_numel, **self._ahead
             ),
         )
-
-    def _streamed(
-        self, buffer: FlatParamPlan, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
-    ) -> Streamed:
-        leaves = self._leaves[buffer.key]
-        out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
-        return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
         super().check(names, leaves, specs)
@@ -255,9 +230,8 @@ class Offload(StateMemory):
             agree(files, mesh.world)
             return state
         try:
-            self._update_wholes(
-                [update for update in updates if update.buffer.key in self._wholes], mesh.shard, scratch
-            )
+            wholes = [update for update in updates if update.buffer.key in self._wholes]
+            update_wholes(wholes, self._leaves, MovingTransfer(self.device, scratch), mesh.shard, joins=self.joins)
         except BaseException as error:
             if files is not None:
                 files.fail_by_message(error)
@@ -269,57 +243,18 @@ class Offload(StateMemory):
         files.generation += 1
         return state._replace(**{name: renewed(getattr(state, name)) for name in QUANTITIES})
 
-    def _update_wholes(self, updates: Sequence[Update], shard: int, scratch: BufferPool) -> None:
-        """Updates one buffer after the other, while the next buffer's tensors are loaded and the previous one's are written back.
-
-        A file error does not raise here. The rank continues with zeros, because the others wait for its part of the sums.
-        """
-        transfer, rest = MovingTransfer(self.device, scratch), deque(updates)
-        while rest:
-            update = rest.popleft()
-            buffer, leaves, homes = update.buffer, self._leaves[update.buffer.key], self._tensors(update)
-            here = {
-                name: transfer.fresh(x) if self._is_made(buffer, name) else transfer.load(name, x)
-                for name, x in homes.items()
-            }
-            for name, x in self._tensors(rest[0]).items() if rest else ():
-                if not self._is_made(rest[0].buffer, name):
-                    transfer.prefetch(name, x)
-            param, grad = here[leaves.param], here[leaves.grad]
-            own = own_shard(param, buffer, shard) if self.joins(buffer) else param
-            transform = update.transform_at(0, leaves.numel, own if buffer.has_master else None)
-            updated = here[leaves.updated] if buffer.has_master else own
-            with profiler_range("update", buffer.key):
-                transform.update(grad, updated, with_long(update.state, leaves, here))
-            if self.joins(buffer):
-                update.join(own, out=param).wait()
-            del param, grad, own, updated, transform  # so that `scratch` can reuse the memory
-            for name in [name for name in here if here[name] is not homes[name]]:
-                if name != leaves.grad:
-                    transfer.write_back(name, homes[name], here[name], adds=False)
-                scratch.give(here.pop(name))
-        transfer.settle()
-
-    def _is_made(self, buffer: FlatParamPlan, name: str) -> bool:
-        """Whether the update overwrites this tensor without reading it. It does so for parameters that are cast from a master."""
-        return buffer.has_master and name == self._leaves[buffer.key].param
-
-    def _tensors(self, update: Update) -> dict[str, Leaf]:
-        """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
-        leaves = self._leaves[update.buffer.key]
-        found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
-        return {leaves.param: update.param, leaves.grad: update.grad} | found
-
     def _update(self, updates: Sequence[Update], files: StateFiles | None) -> None:
         """Updates elementwise buffers in one stream. Errors are kept for `agree` if there are files."""
         if files is not None and files.cause is not None:
             return
         streamed, tensors = [], []
         for update in updates:
-            tensors.append((update.buffer, self._tensors(update)))
-            streamed.append(self._streamed(update.buffer, update.transform_at, tensors[-1][1], update.state))
+            tensors.append((update.buffer, tensors_of(update, self._leaves[update.buffer.key])))
+            streamed.append(
+                _streamed(self._leaves[update.buffer.key], update.transform_at, tensors[-1][1], update.state)
+            )
         mover = self._mover(tensors)
-        self._stream(
+        _run_stream(
             files,
             lambda: storage.stream.update_streamed(
                 streamed, mover, sub_group_numel=self.sub_group_numel, **self._ahead
@@ -327,7 +262,6 @@ class Offload(StateMemory):
         )
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
-        """A state's part of one flat buffer, moved to this plan's placements; one that need not move is returned itself."""
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
         if buffer.has_master:
@@ -360,17 +294,8 @@ class Offload(StateMemory):
 
         groups = storage.stream.cut((name,), files.plan[name][1].numel, self.sub_group_numel, made=(name,))
         if files.cause is None:
-            self._stream(files, lambda: storage.stream.stream_update(copy, files.mover(name), groups, **self._ahead))
+            _run_stream(files, lambda: storage.stream.stream_update(copy, files.mover(name), groups, **self._ahead))
         return files.handle(name)
-
-    def _stream(self, files: StateFiles | None, run: Callable[[], None]) -> None:
-        """Runs a stream. If the stream uses files, an error marks them as failed, for `agree`. Otherwise it is raised here."""
-        try:
-            run()
-        except Exception as error:
-            if files is None:
-                raise
-            files.fail(error)
 
     def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
         """New tensors of a buffer with some off the device: all of those, and the optimizer state and gradient that are on it."""
@@ -410,3 +335,20 @@ class Offload(StateMemory):
             if moved:
                 mover_of |= dict.fromkeys(moved, storage.movers.DeviceMover(moved, self._device_of(place)))
         return storage.movers.ByName(mover_of)
+
+
+def _streamed(
+    leaves: Leaves, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
+) -> Streamed:
+    out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
+    return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)
+
+
+def _run_stream(files: StateFiles | None, run: Callable[[], None]) -> None:
+    """Runs a stream. If the stream uses files, an error marks them as failed, for `agree`. Otherwise it is raised here."""
+    try:
+        run()
+    except Exception as error:
+        if files is None:
+            raise
+        files.fail(error)

@@ -1,13 +1,13 @@
 """`Leaves`: the flat tensors that one rank holds of a flat buffer, by name, with the memory where each of them lives.
 
-An optimizer state is a tree. Its *long* tensors are as long as the parameters. They
-live where the plan places them, and are replaced by name (`with_long`).
+An optimizer state is a tree. Its *long* tensors are as long as the parameters. They live where the plan places them, and are
+replaced by name (`with_long`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -16,6 +16,9 @@ from torch import Tensor
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.file_tensor import Leaf
 from sharding.specs import Placement
+
+if TYPE_CHECKING:
+    from fzero.runtime.update import Update
 
 
 class Home(NamedTuple):
@@ -69,6 +72,12 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
 def long_tensors(state: Any, leaves: Leaves) -> list[Leaf]:
     """The tensors of an optimizer state that are as long as the parameters."""
     return [x for x, name in zip(optree.tree_leaves(state), leaves.of_state, strict=True) if name]
+
+
+def tensors_of(update: Update, leaves: Leaves) -> dict[str, Leaf]:
+    """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
+    found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
+    return {leaves.param: update.param, leaves.grad: update.grad} | found
 
 
 def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:

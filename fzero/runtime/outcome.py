@@ -8,22 +8,18 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Collection
-from dataclasses import astuple
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fzero.comms import collectives
 from fzero.comms.axes import Bound, CollectiveError
-from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
-from fzero.runtime.loss import check_rows
+from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
-from fzero.storage.shard_transfer import own_shard
 
 Named = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
@@ -55,64 +51,15 @@ def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor],
         for rows_W4 in stats_AW4:
             check_alike(rows_W4[:, 2:], run.mesh.world, named)
         check_rows(stats_AW4[..., :2].flatten(0, 1), is_sum=is_sum)
+        from fzero.runtime.faults import first_overflow, what_is_not_finite  # for the error alone
+
         if skips:
             raise FloatingPointError(
                 f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
                 f"{state.loss_scale.scale.item():g}, first in {first_overflow(run, state)!r}; the state was not updated: "
                 f"look at this batch, lower the learning rate, or use bf16"
             )
-        raise FloatingPointError(_what_is_not_finite(run, outcome, state))
-
-
-def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
-    """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
-    order = {name: index for index, (name, _) in enumerate(run.recipe.model.named_parameters())}
-    first, mesh = len(order), run.mesh
-    trained = [buffer for buffer in run.plan.flat_buffers if buffer.trainable]
-    shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
-    for buffer, grad_S in zip(trained, run.offload.transfer(run.scratch).each(shards), strict=True):
-        for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
-            if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
-                first = order[name]
-    found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
-    name = dict(zip(order.values(), order, strict=True)).get(found)
-    return name if run.stages is None else run.stages.first_name(name)
-
-
-def check_used(run: StepRuntime, used: Collection[str]) -> None:
-    """Raises on every rank where a trained parameter got no gradient on some rank. *Collective:* a number per parameter.
-
-    Args:
-        used: the parameters that got one on this rank, or that need none.
-    """
-    trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
-    names = [name for name, _ in run.recipe.model.named_parameters() if name in trained]
-    is_unused = torch.tensor([float(name not in used) for name in names], device=run.device)
-    unused_WN = collectives.stack(is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update"))
-    lines = [
-        f"{name!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-        for name, of_name in zip(names, unused_WN.T.tolist(), strict=True)
-        if (ranks := [rank for rank, number in enumerate(of_name) if number])
-    ]
-    if lines:
-        raise ValueError(
-            f"zero_optimization.ignore_unused_parameters: is false, and the loss does not depend on {'; '.join(lines)}; compute "
-            f"the loss from all of them, freeze them with requires_grad_(False), or leave the key out: then their gradient is 0"
-        )
-
-
-def _what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor]) -> str:
-    losses_AW = outcome.loss_stats[..., 0]
-    by_rank = losses_AW.mean(dim=0).tolist()
-    ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
-    mean = losses_AW.mean().item()
-    what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
-    name = first_overflow(run, state)
-    return (
-        f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {outcome.norm.item():.6g}"
-        + (f", first parameter {name!r}" if name else "")
-        + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
-    )
+        raise FloatingPointError(what_is_not_finite(run, outcome, state))
 
 
 def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
@@ -147,16 +94,53 @@ def mark_of(names: frozenset[str]) -> float:
     return zlib.crc32(" ".join(sorted(names)).encode()) / 2**32 if names else 0.0
 
 
+UPDATING = math.inf
+"""The number of a rank that is in an update, where others may be in a backward."""
+
+
+def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float:
+    """What ranks compare of a backward: the number of passes so far, the parameters without gradients, whether it is the last."""
+    number = num_passes + mark_of(still)
+    return number if is_last else -number
+
+
+def stack_in_update(number: Tensor, stack: Callable[[Tensor], Tensor]) -> Tensor:
+    """`stack(number)`, in a row as a backward sends it: so a rank that is in a backward meets it, and all report that."""
+    if number.device.type != "cpu":  # the host does not wait for the device
+        return stack(number)
+    rows = stack(loss_row(number, None, UPDATING, 0.0, 0.0))
+    check_passes(rows[:, 2])
+    return rows[:, 0]
+
+
 def check_passes(numbers_W: Tensor) -> None:
     """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
-    if numbers_W.device.type == "cpu" and (numbers_W != numbers_W[0]).any():
-        if (numbers_W.floor() == numbers_W[0].floor()).all():
-            raise CollectiveError(
-                "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
-                "rank, before the same forward"
+    if numbers_W.device.type != "cpu" or (numbers_W == numbers_W[0]).all():
+        return
+    is_update, passes_W = numbers_W == UPDATING, numbers_W.abs()
+    is_last = (numbers_W > 0) & ~is_update
+    if is_update.any() or (passes_W == passes_W[0]).all():
+        doing = [
+            f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for what, of_rank in (
+                ("an update", is_update),
+                ("the last backward before an update", is_last),
+                ("a backward before the last", numbers_W < 0),
             )
+            if (ranks := of_rank.nonzero().flatten().tolist())
+        ]
         raise CollectiveError(
-            f"the ranks are in different steps: they have run {[int(n) for n in numbers_W]} passes. Either an error was raised "
-            f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate); "
-            f"end the job, and start it again from a checkpoint"
+            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
+            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
+            f"start the job again from a checkpoint"
         )
+    if (passes_W.floor() == passes_W[0].floor()).all():
+        raise CollectiveError(
+            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+            "rank, before the same forward"
+        )
+    raise CollectiveError(
+        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
+        f"at different places on different ranks, or some ranks called a collective method (forward, backward, trace_comm, "
+        f"evaluate) more often; end the job, and start it again from a checkpoint"
+    )

@@ -11,7 +11,7 @@ The module must not change between the making of a state from it and the state's
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -224,6 +224,40 @@ class _Span(NamedTuple):
 
 def _check_memory(model: nn.Module) -> None:
     """Raises where a trained parameter shares elements with another parameter or a buffer: a state would hold them twice."""
+    for one, other in _sharing(model):
+        trained = [isinstance(x.tensor, nn.Parameter) and x.tensor.requires_grad for x in (one, other)]
+        if any(trained):
+            raise ValueError(
+                f"parameter {(one if trained[0] else other).name!r}: must have memory of its own, and shares it with "
+                f"{(other if trained[0] else one).name!r}; a state would hold and train both separately; tie them "
+                f"(assign the Parameter itself, a.weight = b.weight), or .clone() the tensor that one is made from"
+            )
+
+
+def sharing_buffers(model: nn.Module) -> frozenset[str]:
+    """The names of the parameters and buffers that share elements with another: none may change in a forward."""
+    return frozenset(span.name for pair in _sharing(model) for span in pair)
+
+
+def check_unchanged(names: Collection[str], shared: frozenset[str]) -> None:
+    """Raises ValueError where a forward has changed one of the buffers that share memory."""
+    if found := shared.intersection(names):
+        raise ParameterError(
+            f"buffer {min(found)!r}: must have memory of its own where a forward changes it, and shares it with another buffer, "
+            f"which a plain loop would change too; register one of them, and make the other from it in the forward"
+        )
+
+
+def not_a_view(name: str) -> ParameterError:
+    """The error for a buffer to which a forward has assigned memory of a parameter."""
+    return ParameterError(
+        f"buffer {name!r}: must not share memory with a parameter, and the forward assigned a view of one (weight.data, "
+        f"weight.detach()), which in a plain loop would follow the parameter's updates; assign a .clone()"
+    )
+
+
+def _sharing(model: nn.Module) -> Iterator[tuple[_Span, _Span]]:
+    """The pairs of parameters and buffers that have elements in common."""
     spans = []
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
         start = address(tensor)
@@ -236,13 +270,8 @@ def _check_memory(model: nn.Module) -> None:
         for other in spans[index + 1 :]:
             if other.start >= one.stop:
                 break
-            trained = [isinstance(x.tensor, nn.Parameter) and x.tensor.requires_grad for x in (one, other)]
-            if any(trained) and _share_elements(one, other):
-                raise ValueError(
-                    f"parameter {(one if trained[0] else other).name!r}: must have memory of its own, and shares it with "
-                    f"{(other if trained[0] else one).name!r}; a state would hold and train both separately; tie them "
-                    f"(assign the Parameter itself, a.weight = b.weight), or .clone() the tensor that one is made from"
-                )
+            if _share_elements(one, other):
+                yield one, other
 
 
 def _share_elements(one: _Span, other: _Span) -> bool:
@@ -277,6 +306,16 @@ def late(kind: str, name: str) -> ParameterError:
     return ParameterError(
         f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
         f"with a forward before make_train_step), and do not replace its module"
+    )
+
+
+def replaced(name: str, other: str | None) -> ParameterError:
+    """The error for a parameter in whose place a forward has left another one, or none."""
+    return ParameterError(
+        f"parameter {name!r}: must keep its place in the module, and the forward "
+        f"{f'put {other!r} there' if other else 'removed it'}; the next forward would begin with {name!r} again, unlike in a "
+        f"plain loop; put it back at the end of the forward (torch.func.functional_call does), or change the module before "
+        f"make_train_step"
     )
 
 
@@ -395,7 +434,7 @@ class Origin:
         if not self._is_open:
             return
         now = self._check_kinds()
-        marks = [(id(x), x._version, address(x)) for x in now.values()]
+        marks = [(id(x), -1 if x.is_inference() else x._version, address(x)) for x in now.values()]
         if marks == self._checked:
             return
         for name, bits in self._seen.items():

@@ -23,16 +23,15 @@ from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
-from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_binding import is_bound, random_state
-from fzero.runtime.module_buffers import make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, mark_of
-from fzero.runtime.own_params import OwnGrads
+from fzero.runtime.module_buffers import check_no_views, make_equal, moved
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, number_of, stack_in_update
+from fzero.runtime.own_params import OwnGrads, check_unchanged
 from fzero.runtime.state_form import check_not_donated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
@@ -126,6 +125,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.recipe.model)
+    learned.check_lingering()
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -134,6 +134,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
+    learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
 
 
@@ -157,6 +158,8 @@ def forward(
         window.work.forward(kind, still=still, compares=compares),
     ):
         result = function()
+        if compares:
+            check_no_views(run.recipe.model, window.work.gathers.holds)
     learned.compared.add(kind)
     return result
 
@@ -217,13 +220,14 @@ def going_back(
     newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
+    number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
     checksum = learned.hyper.checksum(run.updater, window.state, num_parts=num_parts)
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
         bound_to(run, window, lambda: only_forward(visits)),
         work.backward(
-            visits, loss_row(loss, weight, learned.num_passes + mark_of(work.forwards.still), checksum, len(newly_moved)),
+            visits, loss_row(loss, weight, number, checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
             keeps=keeps, check=(lambda rows: check_passes(rows[:, 2])) if learned.holds_still else None,
             needs_grads=needs_grads,
@@ -274,14 +278,20 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
+    if rng is None and (buffers or learned.moving_buffers is None):  # the first exchange of an update has another form
+        world, label = run.mesh.world, Label("loss_stats", phase="update")
+        stack_in_update(torch.zeros((), device=run.device), partial(collectives.stack, axis=world, label=label))
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
-        outcome.check_used(run, work.forwards.used | work.forwards.still)
+        from fzero.runtime.faults import check_used
+
+        check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
     changed, moving = moved(buffers, window.before), learned.moving_buffers
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
+    check_unchanged(changed, learned.sharing)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
     learned.moving_buffers = make_equal(
@@ -324,12 +334,13 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     has_all = run.plan.keeps_full_grads
     shards = range(mesh.num_shards) if has_all else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
+    stack = partial(mesh.stack, label=Label("norm", phase="update"))
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
         of_shard = dict(zip(shards, rows, strict=True)).__getitem__
     return norm_parts(
         run.rules.loss, of_shard, shards, mesh.num_shards,
-        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
+        stack=lambda number: stack_in_update(number, stack), device=run.device,
     )  # fmt: skip
 
 
@@ -393,27 +404,27 @@ def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: st
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, learns: bool = True) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        learns: whether the order of the gathers is learned and followed. Otherwise ranks negotiate it: for code that calls
-            the model another number of times on another rank, or each time.
+        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
+            order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
-    known = learned if learns else learned.negotiating()
+    known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         with_blocks(run),
-        dropping(run, state.step, lambda: 0),
+        nullcontext() if generates else dropping(run, state.step, lambda: 0),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -427,7 +438,9 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
     """See `TrainStep.first_overflow`."""
     run.check_state(state)
     meet("TrainStep.first_overflow", run.mesh.world)
-    return outcome.first_overflow(run, state)
+    from fzero.runtime import faults
+
+    return faults.first_overflow(run, state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------

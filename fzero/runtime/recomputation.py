@@ -80,7 +80,7 @@ def checkpointed(site: Site) -> Callable[..., Any]:
 
 
 def _without_cache(arg: Any, module: str) -> Any:
-    """The argument; None for an empty cache of keys and values (for generation), to which a second run would append again."""
+    """The argument; None in place of an empty key-value cache (for generation), because a second run would append to it again."""
     if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
         return arg
     if arg.get_seq_length():

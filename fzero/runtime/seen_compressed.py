@@ -2,7 +2,7 @@
 
 It stands between the gather and the module. A value is computed from the gathered parameters and n, the number of updates so far;
 so it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where
-`stage3_max_live_parameters` has room for it (`kept_units`), and otherwise computed for each stay of its unit.
+`stage3_max_live_parameters` has room for it (`kept_units`), and otherwise computed each time its unit is gathered.
 """
 
 from __future__ import annotations

@@ -56,7 +56,13 @@ class StateMemory:
         return ShardTransfer(self.device, scratch, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
-        """Starts to read from files what the next update needs."""
+        """During the backward, starts to read the next update's first sub-groups (without gradients), as many as have room.
+
+        Errors are kept for `agree_on`.
+
+        Args:
+            still: the keys of flat buffers that the update leaves as they are.
+        """
 
     def kind(self, placement: Placement) -> Place:
         """The memory of a tensor with this placement."""

@@ -17,7 +17,7 @@ from fzero.comms.axes import AbstractAxis, Bound
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
 from fzero.config.config import ConfigError
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -92,6 +92,12 @@ class Stages(Protocol):
 
     def all_of(self, own: Mapping[str, Tensor], /, *, keep: bool) -> dict[str, Tensor]:
         """The tensors of all stages, by name."""
+        ...
+
+    def streamed(
+        self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]], /
+    ) -> tuple[dict[str, str], dict[str, Any], Iterator[Mapping[str, Tensor]]]:
+        """The keys, forms and tensors of all stages; the tensors some at a time, on the first stage."""
         ...
 
 
@@ -191,7 +197,7 @@ class StepRuntime:
             observer=observer_of(ranks, recipe.model, cfg, recipe.loss_fn, device),
         )  # fmt: skip
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
+    def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
         """The same parts, with other learning rates and optimizers; see `TrainStep.following`.
 
         Raises:

@@ -23,7 +23,7 @@ from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
-from fzero.config.optimizers import Optimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
@@ -39,11 +39,16 @@ if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.placements import GivenPlacements
+    from fzero.plans.staged import StagedPlan
     from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
 class Pipelined(Protocol):
     """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+
+    def plan(self, recipe: StepSpec, mesh: Mesh, /) -> StagedPlan:
+        """The plans of all stages."""
+        ...
 
     def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
         """The `StepRuntime` of this rank's stage."""
@@ -184,7 +189,7 @@ class StepSpec:
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
     @property
-    def optimizers(self) -> Sequence[Optimizer | UserTransform]:
+    def optimizers(self) -> Sequence[OptimizerBlock | UserTransform]:
         """The optimizer of each parameter group."""
         return optimizers_of(self.cfg, self.param_groups, self.transform)
 

@@ -23,7 +23,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
-from fzero.config.optimizers import Optimizer, TorchOptimizer
+from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
 """Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
-_MADE_BEFORE = (UserTransform, TorchOptimizer)
-"""Optimizers whose transforms are made before a trace: they may check the rate or try a step, and a trace has no numbers."""
 
 
 class Hyper(NamedTuple):
@@ -108,7 +106,7 @@ class Updater:
     shard: int
     offload: StateMemory
     scratch: BufferPool
-    optimizers: Sequence[Optimizer | UserTransform]
+    optimizers: Sequence[OptimizerBlock | UserTransform]
     rates: Sequence[Schedule]
     momentum: Schedule | None
     places: dict[str, int] | None
@@ -117,7 +115,7 @@ class Updater:
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The last transforms, with their learning rate and momentum."""
 
-    def following(self, rates: Sequence[float], optimizers: Sequence[Optimizer | UserTransform] | None) -> Self:
+    def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
         """The same updater with other learning rates, and other optimizers unless these are None."""
         twin = replace(self, rates=list(map(optim.lr_schedules.constant, rates)), momentum=None)
         if optimizers is None:
@@ -285,7 +283,7 @@ class Updater:
         )
         twin = replace(self, _made={})
         for buffer in self.plan.flat_buffers:
-            if buffer.trainable and isinstance(self.optimizers[buffer.group], _MADE_BEFORE):
+            if buffer.trainable and self.optimizers[buffer.group].is_made_before_trace:
                 twin.transform_of(buffer, hyper)
         return twin, hyper
 

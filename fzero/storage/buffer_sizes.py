@@ -102,8 +102,11 @@ def _away(buffer: FlatParamPlan, plan: Plan, *kinds: str) -> list[int]:
 
 
 def staged_from_files(plan: Plan) -> int:
-    """The bytes of shards in transfer between files and a forward-backward: parameters of two units that are read, gradients
-    that are written. In an update: two flat buffers that are updated in full, and their tensors that are written."""
+    """The bytes of full shards in transfer to and from files at once.
+
+    A forward-backward reads the parameters of two units and writes gradients. An update holds two flat buffers that are updated
+    in full, and the tensors of them that are being written.
+    """
 
     def in_file(spec: TensorSpec) -> int:
         return spec.local_nbytes(plan.mesh) if spec.placement.kind == "nvme" else 0

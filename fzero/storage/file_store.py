@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.storage import ownership as claims
+from fzero.storage import ownership
 from fzero.storage.direct_io import CHECKED, SECTOR, DirectFile
 from fzero.storage.file_tensor import FileSpec, StoreError, bare
 from fzero.storage.ownership import folder_of
@@ -127,12 +127,12 @@ class FileStore:
         self._specs = dict(files)
         self._files: dict[str, DirectFile] = {}
         try:
-            claim = claims.claim(path, self.folder, leftover)
+            claim = ownership.claim(path, self.folder, leftover)
         except OSError as error:
             raise StoreError(_unusable(Path(error.filename or self.folder), error)) from error
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="fzero-files")
         # Also at the end of the interpreter, but not of a process that was forked from this one.
-        release = partial(claims.release, path, self.folder, claim)
+        release = partial(ownership.release, path, self.folder, claim)
         self._end = weakref.finalize(self, _end, os.getpid(), self._threads, self._files, release)
         try:
             for name, spec in files.items():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.streaming import Streaming
-from fzero.storage import ownership as claims
+from fzero.storage import ownership
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoreError, bare
 from fzero.storage.host_memory import bytes_of, check_host_memory
@@ -188,4 +188,4 @@ def _room(streaming: Streaming, sub_group_numel: int, most: int, extra: int) -> 
 
 def _free(path: str, rank: int) -> int:
     """The index of a new state at the path: the first without a folder of this process."""
-    return next(number for number in count() if not claims.is_mine(claims.folder_of(path, rank, number)))
+    return next(number for number in count() if not ownership.is_mine(ownership.folder_of(path, rank, number)))

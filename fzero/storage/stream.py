@@ -1,15 +1,15 @@
 """`stream_update`: updates offloaded state one sub-group at a time, while the next ones are read and the last ones written.
 
-    fetch   | 0 | 1 | 2 | 3 |
-    update      | 0 | 1 | 2 | 3 |
-    put             | 0 | 1 | 2 | 3 |
+    fetch       | 0 | 1 | 2 | 3 |
+    update          | 0 | 1 | 2 | 3 |
+    write back          | 0 | 1 | 2 | 3 |
 
 A *sub-group* is a range of elements of some flat tensors. Only a `Mover` knows where they live (`fzero.storage.movers`). At most
 `1 + read_ahead + write_behind` sub-groups are in transfer or updated at once, so memory does not grow with the state.
 
 A stream that fails midway leaves part of the state updated. It then marks the mover as failed; its state cannot be used again.
 
-`update_streamed` does so with the update of an elementwise transform. The result has the same bits as an update of the full
+`update_streamed` is the stream of an elementwise transform's updates. The result has the same bits as an update of the full
 tensors: sub-groups are multiples of 32 elements, and counters advance once, with the last sub-group. A transform may depend on
 the range of elements (`stochastic` rounding and `out` of `fzero.optim.mixed_precision` do).
 """
@@ -84,7 +84,7 @@ class Mover(Protocol):
 def cut(
     names: Sequence[str], numel: int, sub_group_numel: int, *, made: Sequence[str] = (), kept: Sequence[str] = ()
 ) -> list[SubGroup]:
-    """The sub-groups of flat tensors of `numel` elements, in order; a single empty one of empty tensors.
+    """The sub-groups of flat tensors of `numel` elements, in order; for empty tensors a single, empty sub-group.
 
     Args:
         made, kept: see `SubGroup`.
@@ -153,7 +153,7 @@ def stream_update(
 def _update_fetched(
     update: Callable[[SubGroup, list[Tensor]], None], sub_group: SubGroup, wait: Callable[[], list[Tensor]]
 ) -> None:
-    """A function of its own, so that no local variable holds the tensors when they are put."""
+    """A function of its own, so that no local variable holds the tensors when they are written back."""
     with profiler_range("wait fetch", sub_group):
         tensors = wait()
     with profiler_range("update", sub_group):

@@ -263,7 +263,7 @@ def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "in the first round exactly that must arrive which lossy tells of",
+    "the first round must deliver exactly the result of lossy",
     "Let lossy be what every rank decodes of what is sent",
 )
 def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
@@ -317,8 +317,8 @@ def _differs_again(declared: Declared, example: Rounds) -> str | None:
 
 
 @COLLECTIVE_LAWS.law(
-    "it must tell axis.observe of what it sends, and send no more than the exact collectives",
-    "Send through fzero.comms.collectives, which tells; send fewer bits",
+    "it must report to axis.observe all that it sends, and send no more than the exact collectives",
+    "Send through fzero.comms.collectives, which reports; send fewer bits",
     rounds() | rounds(LARGE, LARGE + 9),
 )
 def _sends_more(declared: Declared, example: Rounds) -> str | None:
@@ -328,7 +328,7 @@ def _sends_more(declared: Declared, example: Rounds) -> str | None:
     for rank, (sent, nbytes) in enumerate(zip(run.sent, run.sent_nbytes, strict=True)):
         recorded = sum(one.nbytes for one in sent)
         if recorded != nbytes:
-            return f"rank {rank} sends {nbytes} bytes and tells axis.observe of {recorded}"
+            return f"rank {rank} sends {nbytes} bytes and reports {recorded} to axis.observe"
         if nbytes > exact and example.shard_numel >= LARGE:
             return f"rank {rank} sends {nbytes} bytes, the exact collectives {exact}"
     return None
@@ -341,7 +341,7 @@ def _plans_otherwise(declared: Declared, example: Rounds) -> str | None:
     itemsize, numel = torch_dtype(example.dtype).itemsize, example.shard_numel
     planned = 2 * (example.world_size - 1) * declared.hook.nbytes(numel, itemsize) * example.num_rounds
     sent = {sum(one.nbytes for one in of_rank) for of_rank in _run(declared, example).sent}
-    return f"ranks send {sorted(sent)} bytes and nbytes tells of {planned}" if numel and sent != {planned} else None
+    return f"ranks send {sorted(sent)} bytes and nbytes returns {planned}" if numel and sent != {planned} else None
 
 
 @COLLECTIVE_LAWS.law(

@@ -172,7 +172,7 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
     leaves, structure = optree.tree_flatten(transform.init(param), none_is_leaf=True)
     specs, placed = optree.tree_flatten(transform.specs(spec), none_is_leaf=True)
     if structure != placed:
-        return f"init makes {structure} and specs tells of {placed}"
+        return f"init makes {structure} and specs describes {placed}"
     names = [accessor.codify("state") for accessor in structure.accessors()]
     for name, leaf, described in zip(names, leaves, specs, strict=True):
         if leaf is None and described is None:
@@ -181,7 +181,7 @@ def _misplaced(make: Make, cut: Cut) -> str | None:
             return f"{name} is a {type(leaf).__name__} and its spec a {type(described).__name__}"
         made = tuple(leaf.shape), dtype_name(leaf.dtype)
         if made != (described.local_shape(world_size), described.dtype):
-            return f"init makes {name} with shape and dtype {made} and specs tells of {described}"
+            return f"init makes {name} with shape and dtype {made} and specs describes {described}"
         if described.placement != spec.placement:
             return f"specs puts {name} on {described.placement} and its parameter is on {spec.placement}"
     return None

@@ -88,9 +88,9 @@ class Attends(nn.Module):
 
 def test_the_models_code_asks_for_the_block_and_where_nothing_asks_there_is_a_warning() -> None:
     cfg = Config.load({"sparse_attention": {"block": 2}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
-    with pytest.warns(ConfigWarning, match="no module of the model is a SparseSelfAttention") as told:
+    with pytest.warns(ConfigWarning, match="no module of the model is a SparseSelfAttention") as reported:
         fzero.make_train_step(Attends(), cfg)
-    assert told[0].filename == __file__
+    assert reported[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
         attention = SparseSelfAttention(cfg.sparse_attention.sparsity_config(2), max_seq_length=8)  # type: ignore[union-attr]

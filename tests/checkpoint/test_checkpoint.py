@@ -415,15 +415,15 @@ def save_while_training(folder: str) -> tuple[Any, Any, Any, float, str]:
     first = fzero.start_save(state, folder, step=step, client="first")
     state = run(step, state, range(2, 6), batches)  # writes into the very tensors
     second = fzero.start_save(state, folder, step=step, after=first)
-    told = ""
+    reported = ""
     if step.rank == 0:
         try:
             files.begin(Path(folder), 9)
         except fzero.CheckpointError as error:
-            told = str(error)
+            reported = str(error)
     second.wait()
     loaded = fzero.load(Path(folder) / "step-2", step=step)
-    return expected, loaded.state, state, loaded.client, told
+    return expected, loaded.state, state, loaded.client, reported
 
 
 def test_steps_go_on_while_a_checkpoint_is_written_which_holds_what_was_given(ranks: RankPool, folder: Path) -> None:
@@ -466,8 +466,8 @@ def fail_while_training(folder: str) -> list[str]:
 
 
 def test_what_goes_wrong_meanwhile_is_told_by_wait_on_all_ranks(ranks: RankPool, folder: Path) -> None:
-    for told in ranks(2, fail_while_training, str(folder)):
-        assert len(told) == 2 and all("got no; make space" in line and "(on rank 0)" in line for line in told)
+    for reported in ranks(2, fail_while_training, str(folder)):
+        assert len(reported) == 2 and all("got no; make space" in line and "(on rank 0)" in line for line in reported)
     assert [path.name for path in folder.iterdir()] == [files.JOB]
 
 

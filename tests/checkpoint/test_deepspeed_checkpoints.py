@@ -86,11 +86,11 @@ class DeepSpeed:
         return answers
 
     def written(self, job: Job) -> dict[str, Any]:
-        """What DeepSpeed told of a job; its checkpoint is in `path(job)`. Jobs of one size run together."""
+        """What DeepSpeed reported of a job; its checkpoint is in `path(job)`. Jobs of one size run together."""
         if job not in self._written:
             jobs = [other for other in JOBS if other.world_size == job.world_size] if job in JOBS else [job]
-            told = self.run(job.world_size, [request_of(job, self.path(job)) for job in jobs])
-            self._written |= dict(zip(jobs, told, strict=True))
+            reported = self.run(job.world_size, [request_of(job, self.path(job)) for job in jobs])
+            self._written |= dict(zip(jobs, reported, strict=True))
         return self._written[job]
 
     def path(self, job: Job) -> Path:
@@ -371,11 +371,11 @@ class Runs:
 def edit(path: Path, change: Callable[[Any], None]) -> None:
     """Changes what is in a file of torch.save, which then has no objects of DeepSpeed's any more."""
     content = files.read(path)
-    told = content.get("optimizer_state_dict", {})
+    reported = content.get("optimizer_state_dict", {})
     for key in ("loss_scaler", "param_slice_mappings"):
-        told.pop(key, None)
-    if told:
-        told["zero_stage"] = int(told["zero_stage"])
+        reported.pop(key, None)
+    if reported:
+        reported["zero_stage"] = int(reported["zero_stage"])
     change(content)
     torch.save(content, path.with_suffix(".new"))  # what is in `content` is mapped from the old one
     path.with_suffix(".new").rename(path)
@@ -415,15 +415,15 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "the model's file is cut": (lambda folder: cut(folder / MODEL), rf"{MODEL} must be a whole file .* cannot be read"),
     "the model's file is missing": (lambda folder: (folder / MODEL).unlink(), rf"{MODEL} must be .* is missing; copy"),
     "a class that runs code": (
-        lambda folder: edit(folder / MODEL, lambda told: told.update(hooks=Runs(folder))),
+        lambda folder: edit(folder / MODEL, lambda reported: reported.update(hooks=Runs(folder))),
         rf"{MODEL} .* needs the class 'shutil.rmtree' .* might run code; save the checkpoint again without it",
     ),
     "a mixture of experts": (
         lambda folder: (folder / "layer_0_expert_0_mp_rank_00_model_states.pt").touch(),
         r"layer_0_expert_0.* is of a mixture of experts .*; save the whole weights in the job that trained it",
     ),
-    "experts told by a key": (
-        lambda folder: edit(folder / MODEL, lambda told: told.update(num_experts=[4])),
+    "experts reported by a key": (
+        lambda folder: edit(folder / MODEL, lambda reported: reported.update(num_experts=[4])),
         rf"{MODEL} with 'num_experts' is of a mixture of experts",
     ),
     "a pipeline": (lambda folder: (folder / SECOND_LAYER).touch(), rf"{SECOND_LAYER} is of a pipeline"),
@@ -433,11 +433,11 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "state on NVMe": (lambda folder: (folder / "offloaded_tensors").mkdir(), r"is of optimizer state on NVMe"),
     "files of two saves": (
-        lambda folder: edit(folder / MODEL, lambda told: told["param_shapes"][0].pop("embed.weight")),
-        r"zero_pp_rank_0.* must have 1/2 of the \d+ elements that mp_rank_00.* tells of group 0",
+        lambda folder: edit(folder / MODEL, lambda reported: reported["param_shapes"][0].pop("embed.weight")),
+        r"zero_pp_rank_0.* must have 1/2 of the \d+ elements that mp_rank_00.* gives for group 0",
     ),
     "a shorter shard": (
-        lambda folder: edit(optimizer_file(folder, 1), lambda told: shorten(told["optimizer_state_dict"])),
+        lambda folder: edit(optimizer_file(folder, 1), lambda reported: shorten(reported["optimizer_state_dict"])),
         r"zero_pp_rank_1.* must have at least \d+ elements of 'fp32' where .* is, and has 3",
     ),
     "another optimizer": (
@@ -449,7 +449,7 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"must be one of those known here .* and is none, as before the first update; take the weights alone",
     ),
     "an old format": (
-        lambda folder: edit(folder / MODEL, lambda told: told.pop("param_shapes")),
+        lambda folder: edit(folder / MODEL, lambda reported: reported.pop("param_shapes")),
         rf"{MODEL} must have 'param_shapes'",
     ),
     "a tag that is not there": (
@@ -460,17 +460,17 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-def shorten(told: Any) -> None:
-    told["single_partition_of_fp32_groups"] = [x[:3] for x in told["single_partition_of_fp32_groups"]]
+def shorten(reported: Any) -> None:
+    reported["single_partition_of_fp32_groups"] = [x[:3] for x in reported["single_partition_of_fp32_groups"]]
 
 
-def add_amsgrad(told: Any) -> None:
-    for state in told["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+def add_amsgrad(reported: Any) -> None:
+    for state in reported["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
         state["max_exp_avg_sq"] = state["exp_avg_sq"].clone()
 
 
-def forget(told: Any) -> None:
-    told["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
+def forget(reported: Any) -> None:
+    reported["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -569,8 +569,8 @@ def test_what_is_wrong_with_one_ranks_part_is_told_on_all(
     shutil.copytree(deepspeed.path(job), tmp_path / "theirs")
     spoil, message = FAULTS[fault]
     spoil(tmp_path / "theirs" / f"global_step{BEFORE}")
-    for told in ranks(2, refused_import, str(tmp_path / "theirs")):
-        assert re.search(message, told)
+    for reported in ranks(2, refused_import, str(tmp_path / "theirs")):
+        assert re.search(message, reported)
 
 
 def refused_import(path: str) -> str:

@@ -90,9 +90,9 @@ def replaced(path: Path, content: bytes) -> None:
     path.write_bytes(content)
     folder = path.parent
     if (folder / files.MANIFEST).exists():
-        told = json.loads((folder / files.MANIFEST).read_bytes())
+        reported = json.loads((folder / files.MANIFEST).read_bytes())
         files.write_manifest(
-            folder, {key: value for key, value in told.items() if key not in ("format", "checksum", "files")}
+            folder, {key: value for key, value in reported.items() if key not in ("format", "checksum", "files")}
         )
 
 
@@ -335,7 +335,7 @@ def test_one_job_alone_saves_to_a_folder(tmp_path: Path) -> None:
 
 def folders_that_differ(folder: str) -> list[str]:
     step, state = made()
-    own, told = Path(folder) / str(step.rank), []
+    own, reported = Path(folder) / str(step.rank), []
     for call in (
         lambda: fzero.save(state, own, step=step),
         lambda: fzero.load(own, step=step),
@@ -343,13 +343,13 @@ def folders_that_differ(folder: str) -> list[str]:
     ):
         with pytest.raises(ValueError) as raised:
             call()
-        told.append(str(raised.value))
-    return told
+        reported.append(str(raised.value))
+    return reported
 
 
 def test_ranks_that_name_different_folders_are_refused_before_anything_is_written(ranks: Any, tmp_path: Path) -> None:
-    for told in ranks(2, folders_that_differ, str(tmp_path)):
-        for call, line in zip(("save", "load", "load_weights"), told, strict=True):
+    for reported in ranks(2, folders_that_differ, str(tmp_path)):
+        for call, line in zip(("save", "load", "load_weights"), reported, strict=True):
             assert line.startswith(
                 f"{call}: dir must be the same on all ranks, got {tmp_path}/0 on rank 0 and {tmp_path}/1 on"
             )

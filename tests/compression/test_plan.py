@@ -59,6 +59,7 @@ PRUNED = {"dense_ratio": 0.5}
         (quantization(["up"], start_bits=2), "start_bits: must be at least target_bits, 4, got 2"),
         ({"row_pruning": technique({"dense_ratio": 0.0}, ["up"])}, "dense_ratio: must be greater than 0, got 0"),
         ({"row_pruning": technique({}, ["up"])}, "dense_ratio: is required"),
+        ({"row_pruning": technique(PRUNED, [])}, "modules: must have an expression, or the group compresses nothing"),
         ({"row_pruning": technique(PRUNED, ["up"], metod="l1")}, "metod: unknown key; did you mean 'method'"),
         ({"sparse_pruning": technique(PRUNED, ["up"], method="snip_momentum")}, "must be 'l1' or 'topk', got 'snip_momentum'"),
         ({"head_pruning": technique(PRUNED, ["out"], num_heads=3)}, "num_heads: must divide the columns of 'blocks.0.out', 8"),
@@ -74,6 +75,11 @@ PRUNED = {"dense_ratio": 0.5}
 def test_what_does_not_fit_is_an_error_with_the_field_and_the_fix(techniques: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         compression(settings(techniques), net())
+
+
+def test_what_is_no_module_is_named() -> None:
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got function; call its class first"):
+        compression(settings(quantization(["up"])), net)  # type: ignore[arg-type]
 
 
 def test_a_module_in_two_groups_of_a_technique_is_an_error() -> None:

@@ -21,7 +21,8 @@ from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
 from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
 from fzero.config.fields import block_of
-from fzero.config.optimizers import OPTIMIZERS, Adam, AdamW, SGDParams, with_overrides
+from fzero.config.optimizer_block import AdamW, with_overrides
+from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
 from fzero.config.unused_keys import children
 from sharding.testing import world_sizes
@@ -277,10 +278,10 @@ def test_a_key_that_asks_for_what_is_not_there_is_refused_by_its_name_with_what_
 @pytest.mark.parametrize("key", sorted(HARMLESS))
 def test_a_key_without_which_training_is_right_is_warned_of_and_noted(key: str) -> None:
     says = "fzero knows this DeepSpeed key and does not honour it yet"
-    with pytest.warns(ConfigWarning) as told:
+    with pytest.warns(ConfigWarning) as reported:
         cfg = Config.load(at(key, on(key)))
-    assert [str(warning.message) for warning in told] == [f"{key}: {says}; {HARMLESS[key]}"]
-    assert told[0].filename == __file__
+    assert [str(warning.message) for warning in reported] == [f"{key}: {says}; {HARMLESS[key]}"]
+    assert reported[0].filename == __file__
     assert cfg.notes == ((key, on(key), "not yet", HARMLESS[key]),) and cfg.model_dump() == Config().model_dump()
 
 
@@ -401,7 +402,7 @@ def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> N
     assert refusal(zero(zeropp_loco_param={"err_beta": 1})).startswith(
         "zero_optimization.zeropp_loco_param.err_beta: must be"
     )
-    told = {
+    reported = {
         note.key: note.reason
         for source in (
             zero(stage=2, zero_quantized_weights=True, zero_quantized_nontrainable_weights=False),
@@ -409,7 +410,7 @@ def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> N
         )
         for note in Config.load(source).conflicts
     }
-    assert told == {
+    assert reported == {
         "zero_optimization.zero_quantized_weights": "it is for stage 3, and the stage is 2",
         "zero_optimization.zeropp_loco_param.err_beta": "no gradient is quantized",
     }
@@ -421,8 +422,8 @@ def test_offload_is_read_and_its_keys_are_told_where_they_are_of_no_use() -> Non
     assert cfg.zero_optimization.offload_optimizer.nvme_path == "/nvme" and not cfg.conflicts
     assert (cfg.zero_optimization.sub_group_size, cfg.aio.queue_depth) == (10**9, 16)
     assert Config.load(cfg.model_dump()) == cfg
-    told = Config.load(zero(offload_optimizer={"device": "cpu", "buffer_count": 4}) | {"aio": {"block_size": 4096}})
-    assert {note.key for note in told.conflicts} == {
+    reported = Config.load(zero(offload_optimizer={"device": "cpu", "buffer_count": 4}) | {"aio": {"block_size": 4096}})
+    assert {note.key for note in reported.conflicts} == {
         "zero_optimization.offload_optimizer.buffer_count", "aio.block_size"
     }  # fmt: skip
     (note,) = Config.load(zero(stage=2, sub_group_size=1e9)).conflicts
@@ -440,8 +441,8 @@ def test_parameters_are_offloaded_in_stage_3_where_no_shards_are_joined() -> Non
     cfg = Config.load(zero(stage=3, offload_param=nvme) | {"aio": {"queue_depth": 16}})
     assert not cfg.conflicts and Config.load(cfg.model_dump()) == cfg
     assert cfg.zero_optimization.offload_param.max_in_cpu == 0
-    told = Config.load(zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 1e9, "buffer_size": 1}))
-    assert {note.key.rpartition(".")[2] for note in told.conflicts} == {"max_in_cpu", "buffer_size"}
+    reported = Config.load(zero(stage=3, offload_param={"device": "cpu", "max_in_cpu": 1e9, "buffer_size": 1}))
+    assert {note.key.rpartition(".")[2] for note in reported.conflicts} == {"max_in_cpu", "buffer_size"}
     says = refusal(zero(offload_param=nvme, stage=2))
     assert re.search("zero_optimization.offload_param: needs zero_optimization.stage 3, .*got stage 2", says)
     assert "nvme_path is required" in refusal(zero(stage=3, offload_param={"device": "nvme"}))

@@ -32,10 +32,10 @@ def adam(name: str = "Adam", **params: Any) -> dict[str, Any]:
 
 def warned(source: Any) -> tuple[Config, EngineKeys, list[str]]:
     """A configuration as `initialize` reads it, and the warnings."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as reported:
         warnings.simplefilter("always")
         cfg, keys = read(source)
-    return cfg, keys, [str(warning.message) for warning in told if warning.category is ConfigWarning]
+    return cfg, keys, [str(warning.message) for warning in reported if warning.category is ConfigWarning]
 
 
 # --- values in DeepSpeed's spellings -----------------------------------------------------------------------------
@@ -52,14 +52,14 @@ def test_a_dtype_has_the_names_that_deepspeed_takes(name: str) -> None:
 
 def test_numbers_and_booleans_may_be_strings_and_booleans_numbers() -> None:
     zero = {"stage": "2", "reduce_bucket_size": "5e8", "overlap_comm": 1, "contiguous_gradients": "true"}
-    cfg, keys, told = warned({
+    cfg, keys, reported = warned({
         "bf16": {"enabled": 1}, "zero_optimization": zero, "gradient_clipping": "0.5", "steps_per_print": "10",
         "wall_clock_breakdown": 0, "prescale_gradients": "False", "gradient_allreduce_op": "SUM",
         "train_micro_batch_size_per_gpu": "4", "sparse_gradients": "false",
     })  # fmt: skip
     assert cfg.bf16.enabled is True and cfg.zero_optimization.reduce_bucket_size == 500_000_000
     assert (cfg.gradient_clipping, cfg.prescale_gradients, cfg.gradient_allreduce_op) == (0.5, False, "sum")
-    assert (keys.steps_per_print, keys.wall_clock_breakdown, told) == (10, False, [])
+    assert (keys.steps_per_print, keys.wall_clock_breakdown, reported) == (10, False, [])
 
 
 def test_bf16_parameters_may_run_under_autocast_in_bf16() -> None:
@@ -196,9 +196,9 @@ def test_unknown_keys_that_deepspeed_ignores_are_warned_of_by_initialize_alone()
         "flops_profiler": {"enabled": False, "profile_stepp": 3}, "bfloat16": {"enabled": True},
         "zero_optimization": {"stage": 1, "prefetch_bucket_size": 5},
     }  # fmt: skip
-    cfg, _, told = warned(source)
+    cfg, _, reported = warned(source)
     assert (cfg.gradient_clipping, cfg.zero_optimization.stage, cfg.bf16.enabled) == (0.5, 1, True)
-    assert [line.partition(";")[2].strip() for line in told] == [
+    assert [line.partition(";")[2].strip() for line in reported] == [
         "did you mean 'reduce_bucket_size' inside the block 'zero_optimization'? (ignored, as in DeepSpeed)",
         "did you mean 'zero_optimization'? (ignored, as in DeepSpeed)",
         "did you mean 'profile_step'? (ignored, as in DeepSpeed)",
@@ -213,8 +213,8 @@ def test_unknown_keys_that_deepspeed_ignores_are_warned_of_by_initialize_alone()
 def test_a_file_is_read_as_its_mapping(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"nonsense": 1, "gradient_clipping": 0.5}')
-    cfg, _, told = warned(str(path))
-    assert cfg.gradient_clipping == 0.5 and len(told) == 1 and told[0].startswith("nonsense: unknown key")
+    cfg, _, reported = warned(str(path))
+    assert cfg.gradient_clipping == 0.5 and len(reported) == 1 and reported[0].startswith("nonsense: unknown key")
     assert without_unknown({"gradient_clipping": 1}) == ({"gradient_clipping": 1}, [])
     assert "flops_profiler" in IGNORED_IN
 
@@ -232,8 +232,8 @@ def test_a_file_is_read_as_its_mapping(tmp_path: Path) -> None:
     ],
 )
 def test_a_key_that_only_makes_training_faster_is_warned_of(source: Any, says: str) -> None:
-    _, _, told = warned(source)
-    assert len(told) == 1 and says in told[0]
+    _, _, reported = warned(source)
+    assert len(reported) == 1 and says in reported[0]
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ def test_a_configuration_takes_its_batch_sizes_from_the_block(world_size, versio
 
 
 @pytest.mark.parametrize(
-    ("block", "beside", "told"),
+    ("block", "beside", "reported"),
     [
         ({"enabled": True}, {}, "max_train_batch_size is required where elasticity is enabled"),
         (ELASTIC | {"micro_batch_sizes": []}, {}, "elasticity.micro_batch_sizes"),
@@ -115,10 +115,10 @@ def test_a_configuration_takes_its_batch_sizes_from_the_block(world_size, versio
         (ELASTIC, {"train_batch_size": 8}, "train_batch_size: follows from elasticity, which is enabled, got 8"),
     ],
 )
-def test_a_wrong_block_is_refused_with_its_key(block, beside, told):
+def test_a_wrong_block_is_refused_with_its_key(block, beside, reported):
     with pytest.raises(ConfigError) as error:
         Config.load({"elasticity": block, **beside})
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 def test_batch_sizes_beside_the_block_are_ignored_where_it_says_so_and_told():
@@ -136,7 +136,7 @@ def test_highly_composite_numbers_are_those_of_the_books():
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ({"micro_batches": [], "most": 8}, "micro_batch_sizes: must be positive"),
         ({"micro_batches": [0], "most": 8}, "micro_batch_sizes: must be positive"),
@@ -145,7 +145,7 @@ def test_highly_composite_numbers_are_those_of_the_books():
         ({"micro_batches": [4], "most": 8, "min_ranks": 3}, "no batch of at most 8 samples"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(how, told):
+def test_what_cannot_be_is_refused_with_its_key(how, reported):
     with pytest.raises(ValueError) as error:
         elastic_batch(how.pop("micro_batches"), **how)
-    assert told in str(error.value)
+    assert reported in str(error.value)

@@ -78,11 +78,30 @@ def test_samples_have_the_numbers_that_a_batch_or_the_script_gives_them(tmp_path
         assert read_metric(f"{base}_index_to_sample", f"{base}_index_to_metric").of_each_sample().tolist() == VALUES
     with pytest.raises(ConfigError, match="custom functions must be left out"):
         DataAnalyzer(VALUES, custom_reduce=print)  # type: ignore[arg-type]
+    for keys, message in (
+        ({"metric_names": ["a"]}, "for each metric, got metric_names 1, metric_functions 0, metric_types 0"),
+        ({"worker_id": 2, "num_workers": 2}, "worker_id must be of 0 … 1, got 2"),
+        ({"dataset": []}, "the dataset must have samples"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            DataAnalyzer(**{"dataset": VALUES, **keys})  # type: ignore[arg-type]
 
 
 def _analyzed(folder: Path) -> None:
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     DistributedDataAnalyzer(VALUES, world, worker_id=rank, batch_size=8, save_path=folder, **METRICS).run_map_reduce()  # type: ignore[arg-type]
+
+
+def _analyzed_by_two(folder: Path) -> None:
+    group = torch.distributed.new_group([0, 1])
+    if torch.distributed.get_rank() < 2:  # the third rank does other things meanwhile
+        how: dict[str, Any] = {"batch_size": 8, "save_path": folder, "comm_group": group, **METRICS}
+        DistributedDataAnalyzer(VALUES, **how).run_map_reduce()  # type: ignore[arg-type]
+        assert read_rows(folder / "mod" / "mod_sample_to_metric").values.tolist() == VALUES
+
+
+def test_a_group_of_ranks_waits_for_its_own_alone(tmp_path: Path, ranks: RankPool) -> None:
+    ranks(3, _analyzed_by_two, tmp_path)
 
 
 @pytest.mark.long

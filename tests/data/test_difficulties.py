@@ -80,7 +80,7 @@ def block(**keys: Any) -> dict[str, Any]:
     [
         ({"schedule_type": "fixed_cube"}, "schedule_type"),
         ({"schedule_type": "fixed_root"}, "schedule_config.root_degree: is required"),
-        ({"min_difficulty": 65}, "minimum must not be above maximum, got 65 and 64"),
+        ({"min_difficulty": 65}, "min_difficulty: must be at most max_difficulty, 64, got 65"),
         ({"schedule_config": {"total_curriculum_step": 0, "difficulty_step": 8}}, "total_curriculum_step: must be at least 1"),
         ({"schedule_config": {"total_curriculum_step": 9, "difficulty_step": 0}}, "difficulty_step: must be at least 1"),
         ({"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1, 2], "max_step": [1, 2]}}, "2 values and 2"),

@@ -113,6 +113,8 @@ def test_what_is_forgotten_or_wrong_is_said() -> None:
     with pytest.warns(ConfigWarning, match="no multiple of seq_per_step 4, so that 0 tokens are kept at first"):
         numbers = {"require_steps": 2, "seq_per_step": 4}
         engine_of(random_ltd_schedule={"min_value": 2, "max_value": 8, "schedule_config": numbers})
+    with pytest.raises(ConfigError, match="min_value: must be at most max_value, 8, got 9"):
+        engine_of(random_ltd_schedule={"min_value": 9, "max_value": 8, "schedule_config": numbers})
     with pytest.raises(ValueError, match="order must be 'batch_seq' or 'seq_batch', got 'seq'"):
         RandomLTD([0], fixed_linear(4, 8, steps=2, multiple=4), order="seq")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"layers must name each layer once, got \[0, 0\]"):

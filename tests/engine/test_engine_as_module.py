@@ -144,18 +144,18 @@ def test_a_fused_loss_finds_its_weight_available(ranks: RankPool) -> None:
 def _refuses() -> list[str]:
     engine = made(3)
     param = engine.module.head.weight
-    told = []
+    reported = []
     for use in (lambda: param.clone(), lambda: param.cpu(), lambda: param.half(), lambda: param.to(torch.float16)):
         with pytest.raises(RuntimeError, match="is sharded over the ranks and has no values here") as caught:
             use()
-        told.append(str(caught.value))
+        reported.append(str(caught.value))
     assert param.to("cpu") is param and param.to(torch.float32) is param
-    return told
+    return reported
 
 
 def test_computing_with_an_empty_parameter_is_refused(ranks: RankPool) -> None:
-    for told in ranks(2, _refuses):
-        assert all("GatheredParameters" in text for text in told)
+    for reported in ranks(2, _refuses):
+        assert all("GatheredParameters" in text for text in reported)
 
 
 def test_parameters_of_other_modules_keep_their_shapes() -> None:

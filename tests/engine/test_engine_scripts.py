@@ -372,13 +372,13 @@ def test_a_command_line_names_the_configuration(tmp_path: Path) -> None:
 
 def test_a_step_was_applied_only_if_the_last_call_updated() -> None:
     engine = made(1, train_micro_batch_size_per_gpu=2, gradient_accumulation_steps=4)
-    told = [engine.was_step_applied()]
+    reported = [engine.was_step_applied()]
     for index in range(8):
         x, y = data(index, 2)
         engine.backward(criterion(engine(x), y))
         engine.step()
-        told.append(engine.was_step_applied())
-    assert told == [False, *[False, False, False, True] * 2]
+        reported.append(engine.was_step_applied())
+    assert reported == [False, *[False, False, False, True] * 2]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

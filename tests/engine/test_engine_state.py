@@ -161,26 +161,26 @@ def test_weights_are_written_in_16_bits(ranks: RankPool, tmp_path: Path, stage: 
 def _looks(stage: int) -> dict[str, Any]:
     """What an engine tells of one parameter, before and after changes."""
     engine = made(stage, train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
-    get, told = deepspeed.utils, {}
+    get, reported = deepspeed.utils, {}
     param = engine.module.blocks[1].up.weight
     assert get.safe_get_full_grad(param) is None
     x, y = mine(engine, data(0))
     engine.backward(criterion(engine(x), y))
-    told["grad"] = get.safe_get_full_grad(param)
-    get.safe_set_full_grad(param, torch.zeros_like(told["grad"]))
+    reported["grad"] = get.safe_get_full_grad(param)
+    get.safe_set_full_grad(param, torch.zeros_like(reported["grad"]))
     engine.step()
-    told["after"] = get.safe_get_full_fp32_param(param)
-    told["exp_avg"] = get.safe_get_full_optimizer_state(param, "exp_avg")
-    get.safe_set_full_optimizer_state(param, torch.full_like(told["exp_avg"], 2.0), "exp_avg_sq")
-    told["exp_avg_sq"] = get.safe_get_full_optimizer_state(param, "exp_avg_sq")
+    reported["after"] = get.safe_get_full_fp32_param(param)
+    reported["exp_avg"] = get.safe_get_full_optimizer_state(param, "exp_avg")
+    get.safe_set_full_optimizer_state(param, torch.full_like(reported["exp_avg"], 2.0), "exp_avg_sq")
+    reported["exp_avg_sq"] = get.safe_get_full_optimizer_state(param, "exp_avg_sq")
     get.safe_set_full_fp32_param(param, torch.full(getattr(param, "ds_shape", param.shape), 3.0))
-    told["set"] = get.safe_get_full_fp32_param(param)
+    reported["set"] = get.safe_get_full_fp32_param(param)
     with deepspeed.zero.GatheredParameters([param]):
-        told["gathered"] = param.detach().clone()
-    told["neighbour"] = get.safe_get_full_fp32_param(engine.module.blocks[1].up.bias)
+        reported["gathered"] = param.detach().clone()
+    reported["neighbour"] = get.safe_get_full_fp32_param(engine.module.blocks[1].up.bias)
     with pytest.raises(ValueError, match=r"must be one that has the parameter's shape: \['exp_avg', 'exp_avg_sq'\]"):
         get.safe_get_full_optimizer_state(param, "momentum")
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -191,13 +191,13 @@ def test_single_parameters_can_be_read_and_written(ranks: RankPool, stage: int) 
     grads = [p.grad for p in module.parameters()]
     norm = torch.nn.utils.get_total_norm([g for g in grads if g is not None])
     param = module.blocks[1].up.weight
-    for told in ranks(2, _looks, stage):
-        torch.testing.assert_close(told["grad"], param.grad)
+    for reported in ranks(2, _looks, stage):
+        torch.testing.assert_close(reported["grad"], param.grad)
         # The gradient was set to zero, so that only the weight decay moved it.
-        torch.testing.assert_close(told["after"], param.detach() * (1 - 1e-2 * 0.1))
-        assert norm > 0 and not told["exp_avg"].any() and (told["exp_avg_sq"] == 2).all()
-        assert (told["set"] == 3).all() and (told["gathered"] == 3).all()
-        assert not (told["neighbour"] == 3).any()
+        torch.testing.assert_close(reported["after"], param.detach() * (1 - 1e-2 * 0.1))
+        assert norm > 0 and not reported["exp_avg"].any() and (reported["exp_avg_sq"] == 2).all()
+        assert (reported["set"] == 3).all() and (reported["gathered"] == 3).all()
+        assert not (reported["neighbour"] == 3).any()
 
 
 def _modifies(stage: int, rank: int | None) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -262,23 +262,23 @@ def _transforms(stage: int) -> dict[str, Any]:
     engine = made(stage)
     x, y = mine(engine, data(0))
     engine.backward(criterion(engine(x), y))
-    told: dict[str, Any] = {}
-    told["inputs"] = grad(lambda x: engine.module(x)["logits"].square().sum())(x)
-    told["jacobian"] = jacrev(lambda x: engine(x[None])["logits"][0])(x[0])
-    told["mapped"] = vmap(lambda x: engine(x[None])["logits"][0])(x)
+    reported: dict[str, Any] = {}
+    reported["inputs"] = grad(lambda x: engine.module(x)["logits"].square().sum())(x)
+    reported["jacobian"] = jacrev(lambda x: engine(x[None])["logits"][0])(x[0])
+    reported["mapped"] = vmap(lambda x: engine(x[None])["logits"][0])(x)
     with engine.gathered() as params:
 
         def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(functional_call(engine.module, params, (x[None],))["logits"], y[None])
 
-        told["each"] = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
+        reported["each"] = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
     doubled = {name: 2 * value for name, value in params.items()}
-    told["doubled"] = functional_call(engine.module, doubled, (x,))["logits"]
+    reported["doubled"] = functional_call(engine.module, doubled, (x,))["logits"]
     given = x.clone().requires_grad_()
     engine(given)  # which does not disturb
     engine.step()
-    told["weights"] = engine.module_state_dict()
-    return told
+    reported["weights"] = engine.module_state_dict()
+    return reported
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -286,20 +286,20 @@ def test_transforms_of_torch_func_go_through_the_module_in_every_stage(ranks: Ra
     module = make(Net)
     _, expected = plainly(lambda m, i: [criterion(m(data(0)[0]), data(0)[1])], 1)
     params = {name: p.detach() for name, p in module.named_parameters()}
-    for rank, told in enumerate(ranks(2, _transforms, stage)):
+    for rank, reported in enumerate(ranks(2, _transforms, stage)):
         x, y = (t.chunk(2)[rank] for t in data(0))
 
         def loss_of(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
             return nn.functional.cross_entropy(functional_call(module, params, (x[None],))["logits"], y[None])
 
-        torch.testing.assert_close(told["inputs"], grad(lambda x: module(x)["logits"].square().sum())(x))
-        torch.testing.assert_close(told["jacobian"], jacrev(lambda x: module(x[None])["logits"][0])(x[0]))
-        torch.testing.assert_close(told["mapped"], module(x)["logits"].detach())
+        torch.testing.assert_close(reported["inputs"], grad(lambda x: module(x)["logits"].square().sum())(x))
+        torch.testing.assert_close(reported["jacobian"], jacrev(lambda x: module(x[None])["logits"][0])(x[0]))
+        torch.testing.assert_close(reported["mapped"], module(x)["logits"].detach())
         doubled = functional_call(module, {name: 2 * value for name, value in params.items()}, (x,))["logits"]
-        torch.testing.assert_close(told["doubled"], doubled)
+        torch.testing.assert_close(reported["doubled"], doubled)
         each = vmap(grad(loss_of), in_dims=(None, 0, 0))(params, x, y)
-        assert_close(told["each"], each)
-        assert_close(told["weights"], expected)
+        assert_close(reported["each"], each)
+        assert_close(reported["weights"], expected)
 
 
 def _infers(stage: int) -> list[Tensor]:
@@ -309,15 +309,15 @@ def _infers(stage: int) -> list[Tensor]:
     assert not engine.state.grads and not engine.state.optimizer
     engine.eval()
     x, _ = mine(engine, data(0))
-    told = [engine(x)["logits"], engine.predict(x)]
+    reported = [engine(x)["logits"], engine.predict(x)]
     with engine.gathered():
-        told.append(engine.module(x)["logits"])
+        reported.append(engine.module(x)["logits"])
     inputs = x.clone().requires_grad_()
     engine(inputs)["logits"].sum().backward()
-    told.append(inputs.grad)
+    reported.append(inputs.grad)
     with pytest.raises(RuntimeError, match="this engine has no optimizer"):
         engine.backward(torch.zeros((), requires_grad=True))
-    return told
+    return reported
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -334,19 +334,19 @@ def test_an_engine_without_an_optimizer_computes_and_does_not_train(ranks: RankP
 
 def _evaluates(stage: int) -> tuple[list[Tensor], dict[str, Tensor], int]:
     engine = fzero.initialize(model=make(Noisy), config=settings(stage))[0]
-    told = []
+    reported = []
     for index in range(2):
         x, y = mine(engine, data(index))
         loss = criterion(engine(x), y)
         engine.eval()
         with torch.no_grad():  # between the halves
-            told.append(engine(x)["logits"])
+            reported.append(engine(x)["logits"])
         engine.train()
         engine.backward(loss)
         engine.step()
     own = [p for p in engine.module.parameters() if isinstance(p, PartitionedParameter)]
     assert torch.equal(engine.module.norm.running_mean, engine.module_state_dict()["norm.running_mean"])
-    return told, engine.module_state_dict(), len(own)
+    return reported, engine.module_state_dict(), len(own)
 
 
 def test_evaluation_leaves_no_trace_and_all_stages_agree(ranks: RankPool) -> None:

@@ -67,7 +67,7 @@ def test_in_every_stage_the_step_that_trains_is_profiled_like_the_model_by_itsel
     assert max(m.backward for m in found.modules) == found.model.backward <= found.backward and found.update > 0
     assert "blocks.2 (Block)" in capsys.readouterr().out
     train(engine, 1)
-    assert engine.profile is found and capsys.readouterr().out == "", "it is told once"
+    assert engine.profile is found and capsys.readouterr().out == "", "it is reported once"
 
 
 def test_a_profile_changes_no_number_and_leaves_no_hook() -> None:
@@ -259,17 +259,19 @@ def _summarised(**block: Any) -> tuple[str, Any]:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         train(engine, 1)
-        told = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
+        reported = deepspeed.comm.log_summary(show_straggler=True, return_dict=True)
     engine.destroy()
-    return out.getvalue(), told
+    return out.getvalue(), reported
 
 
 def test_log_summary_prints_on_rank_0_and_gives_its_numbers_to_a_script(ranks: RankPool) -> None:
-    (first, told), (second, _) = ranks(2, _summarised, prof_all=False, prof_ops=["reduce_scatter_tensor"], verbose=True)
+    (first, reported), (second, _) = ranks(
+        2, _summarised, prof_all=False, prof_ops=["reduce_scatter_tensor"], verbose=True
+    )
     assert second == "" and "least" in first and "reduce_scatter" in first and "all_gather" not in first
     assert first.count("comm: reduce_scatter along data: reduce ") == 4, "units"
-    assert list(told["summary"]) == ["reduce_scatter"]
-    assert sum(row["count"] for row in told["summary"]["reduce_scatter"].values()) == 4
+    assert list(reported["summary"]) == ["reduce_scatter"]
+    assert sum(row["count"] for row in reported["summary"]["reduce_scatter"].values()) == 4
 
 
 # --- ranges in a trace -------------------------------------------------------------------------------------------

@@ -220,6 +220,36 @@ def test_parameters_of_several_engines_are_gathered_together(ranks: RankPool, st
     ranks(2, _mixed, stage)
 
 
+def _nested(stage: int) -> None:
+    engine = made(stage)
+    weight, bias = engine.module.head.weight, engine.module.head.bias
+    with zero.GatheredParameters([weight, bias], modifier_rank=0):
+        with zero.GatheredParameters([weight, engine.module.blocks[0].up.weight], modifier_rank=1):
+            if engine.global_rank == 1:
+                weight.data.fill_(3.0)
+        assert weight.shape == (3, 12) and bool((weight == 3).all()) and bias.shape == (3,)
+        with engine.gathered(["head.weight"]):
+            weight.data.zero_()  # of a copy
+        assert bool((weight == 3).all())
+        if engine.global_rank == 0:
+            bias.data.fill_(2.0)
+    assert weight.numel() == (0 if stage == 3 else 36)
+    with engine.gathered():
+        with zero.GatheredParameters(weight):
+            pass
+        assert bool((weight == 3).all()) and engine.module.blocks[0].up.weight.shape == (20, 12)
+    found = engine.module_state_dict()
+    assert bool((found["head.weight"] == 3).all()) and bool((found["head.bias"] == 2).all())
+    x, y = mine(engine, data(0))
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_an_inner_gather_leaves_the_outer_one_its_values(ranks: RankPool, stage: int) -> None:
+    ranks(2, _nested, stage)
+
+
 def _makes_another_model() -> None:
     rank = torch.distributed.get_rank()
     with zero.Init():

@@ -492,7 +492,9 @@ class Host:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = self.left = self.returned = 0
-        monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(self.away, self.back))
+        monkeypatch.setattr(
+            "fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(self.away, self.back)
+        )
 
     def away(self, x: Tensor) -> Tensor:
         with _disable_current_modes():

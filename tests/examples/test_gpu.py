@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from pretended_cuda import PretendedCuda
 
 ROOT = Path(__file__).parents[2]
@@ -30,6 +31,15 @@ def test_its_laws_hold_on_the_pretended_device(name: str, tmp_path: Path, monkey
     with PretendedCuda():
         result = parts.LAWS[name][0](parts.CARD)
     assert result["passed"] and len(result["laws"]) > 1, result["laws"]
+
+
+def test_a_weight_that_is_no_number_fails_a_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("gpu_parts")
+    one, two = torch.zeros(2), torch.tensor([0.0, float("nan")])
+    laws = parts.Laws()
+    laws.check("bits", parts.difference({"weights": {"a": one, "b": two}}, {"weights": {"a": one, "b": one}}), 0)
+    assert not laws.result()["passed"]
 
 
 def test_contenders_and_the_largest_model_run_on_the_processor(tmp_path: Path) -> None:

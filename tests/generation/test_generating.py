@@ -12,9 +12,11 @@ import torch
 from ranks import RankPool
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
 import fzero
 from fzero.comms import CommRecord
+from fzero.data import RandomLTD, fixed_linear
 from fzero.generation import copy_nbytes, fuse_lora, server_weights
 
 VOCAB, PROMPT, NEW = 32, 4, 6
@@ -173,6 +175,33 @@ def test_one_inside_another_gives_the_same_tokens(by: str) -> None:
         with fzero.generating(step, state) as again:
             inner = greedy(again, ids(1))
         assert torch.equal(greedy(model, ids(1)), inner)
+
+
+@pytest.mark.parametrize("by", ["copy", "unit"])
+def test_no_layer_drops_tokens_while_it_generates(by: str) -> None:
+    """In training mode, too, which the model may be in."""
+    ltd = RandomLTD([0, 1], fixed_linear(2, PROMPT, steps=9, multiple=2))
+    step, state = _made(3, ltd.wrap(gpt2(), GPT2Block))
+    expected = gpt2()(input_ids=ids(1)).logits
+    with fzero.generating(step, state, by=by) as model:
+        assert torch.equal(model.train()(input_ids=ids(1)).logits, expected)
+
+
+def test_simulated_ranks_generate_from_their_gathered_weights() -> None:
+    step = fzero.make_train_step(
+        gpt2(), fzero.Config.load(settings(3)), loss_fn=loss_of, mesh=fzero.comms.AbstractAxis("data", 2)
+    )
+    ranks = fzero.simulate(step, by="lockstep")
+    state = ranks.init()
+    for call in (
+        lambda: fzero.generating(ranks, state).__enter__(),  # type: ignore[arg-type]
+        lambda: next(server_weights(ranks, state)),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(
+            TypeError, match="must be what make_train_step returned, got LockstepRanks; load what gather"
+        ):
+            call()
+    gpt2().load_state_dict(ranks.gather(state))
 
 
 def test_a_write_is_refused_and_with_copies_dropped() -> None:

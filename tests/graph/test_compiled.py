@@ -224,20 +224,20 @@ def test_weights_of_the_model_may_be_dropped_and_a_state_be_copied() -> None:
 def _with_overflow(options: dict[str, Any]) -> tuple[list[Any], dict[str, Tensor], str | None]:
     fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2}}
     step = fzero.make_train_step(make(Short), config(2, optimizer=SGD) | fp16, **options)
-    state, told, overflowed = step.init(), [], None
+    state, reported, overflowed = step.init(), [], None
     for index in range(6):
         x, y = (v.half() for v in part(vectors(index), step.rank, step.world_size))
         state, metrics = step(state, (x * 3e4 if index == 2 and step.rank == 1 else x, y))
-        told.append([str(x.item()) for x in metrics] + [int(state.step), state.loss_scale.scale.item()])
+        reported.append([str(x.item()) for x in metrics] + [int(state.step), state.loss_scale.scale.item()])
         overflowed = step.first_overflow(state) if metrics.overflow else overflowed
     if step.program is not None:
         assert len(step.program.compiled.graphs) == 1
-    return told, step.gather(state), overflowed
+    return reported, step.gather(state), overflowed
 
 
 def test_an_overflow_skips_the_update_and_moves_the_loss_scale_as_in_the_eager_step(ranks: RankPool) -> None:
     for eager, compiled in zip(ranks(2, _with_overflow, {}), ranks(2, _with_overflow, AOT)):
-        assert [told[3] for told in eager[0]].count("True") == 1, "a step must overflow"
+        assert [reported[3] for reported in eager[0]].count("True") == 1, "a step must overflow"
         assert compiled[0] == eager[0] and compiled[2] == eager[2]
         assert all(torch.equal(compiled[1][name], weight) for name, weight in eager[1].items())
 
@@ -776,7 +776,9 @@ def test_a_module_that_the_graph_does_not_show_is_named() -> None:
 
 
 def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(torch.clone, torch.clone))
+    monkeypatch.setattr(
+        "fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone)
+    )
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
     with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
         fzero.make_train_step(_quiet(), cfg, **AOT)
@@ -832,12 +834,12 @@ def _sent(stage: int, checkpoint: int | None) -> dict[str, int]:
     state, _ = step(state, part(vectors(0), step.rank, step.world_size))
     log.clear()
     step(state, part(vectors(0), step.rank, step.world_size))
-    told = sum(x.num_elements for x in log if x.num_elements > 100)  # not the loss and the norm
+    reported = sum(x.num_elements for x in log if x.num_elements > 100)  # not the loss and the norm
     planned = step.plan.sent_per_step
     timeline = step.explain()
     assert f"stage {stage}" in str(timeline) and timeline.draw().axes
     gathered = max(liveness(step.program.compiled.graphs[0]).gathered_numel)  # type: ignore[union-attr]
-    return {"told": told, "planned": sum(planned.values()), "gathered": gathered}
+    return {"reported": reported, "planned": sum(planned.values()), "gathered": gathered}
 
 
 @pytest.mark.covering(0)
@@ -847,7 +849,7 @@ def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(
 ) -> None:
     largest = max(unit.gathered_numel for unit in fzero.plan(make(Plain), config(stage), world_size=2).units)
     for found in ranks(2, _sent, stage, checkpoint):
-        assert found["told"] == found["planned"] > 0
+        assert found["reported"] == found["planned"] > 0
         assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
 
 
@@ -913,7 +915,7 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
     def run(explain: bool) -> tuple[Any, ...]:
         model = make(Counting)
         step = fzero.make_train_step(model, config(3, optimizer=SGD), **options)
-        state, told = step.init(), []
+        state, reported = step.init(), []
         for index in range(3):
             if explain:
                 before = torch.get_rng_state(), model.num_calls, model.last, step.schedule
@@ -921,12 +923,12 @@ def test_explaining_changes_nothing(options: dict[str, Any]) -> None:
                 after = torch.get_rng_state(), model.num_calls, model.last, step.schedule
                 assert torch.equal(before[0], after[0]) and before[2] is after[2] and before[1::2] == after[1::2]
             state, metrics = step(state, vectors(index))
-            told.append((metrics.loss.item(), metrics.grad_norm.item(), model.num_calls))
+            reported.append((metrics.loss.item(), metrics.grad_norm.item(), model.num_calls))
         assert model.linear.training and not model.norm.training
-        return told, step.gather(state), None if step.program is None else len(step.program.compiled.graphs)
+        return reported, step.gather(state), None if step.program is None else len(step.program.compiled.graphs)
 
-    (told, weights, num_captured), (expected, expected_weights, expected_captured) = run(True), run(False)
-    assert told == expected and num_captured == expected_captured
+    (reported, weights, num_captured), (expected, expected_weights, expected_captured) = run(True), run(False)
+    assert reported == expected and num_captured == expected_captured
     assert all(torch.equal(weight, expected_weights[name]) for name, weight in weights.items())
 
 

@@ -380,7 +380,7 @@ def branching_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _told(make_model: Callable[[], nn.Module], recwarn: Any, capfd: Any, **options: Any) -> str:
-    """What a compiled step tells; it is short, and nothing else is told."""
+    """What a compiled step tells; it is short, and nothing else is reported."""
     step = fzero.make_train_step(make(make_model), config(0), **options, **AOT)
     state = step.init()
     recwarn.clear()

@@ -393,8 +393,8 @@ def _resumes_from_plain(folder: str) -> str:
 
 
 def test_a_plain_trainers_checkpoint_is_refused(ranks: RankPool, tmp_path: Path) -> None:
-    (told,) = ranks(1, _resumes_from_plain, str(tmp_path))
-    assert "must be a checkpoint of this Trainer" in told and "from_pretrained(" in told
+    (reported,) = ranks(1, _resumes_from_plain, str(tmp_path))
+    assert "must be a checkpoint of this Trainer" in reported and "from_pretrained(" in reported
 
 
 @pytest.mark.long
@@ -408,11 +408,11 @@ def test_the_example_learns_on_two_ranks(tmp_path: Path) -> None:
         str(tmp_path),
     ]
     launch = [sys.executable, "-m", "fzero", "--num_procs", "2"]
-    told = subprocess.run([*launch, *script], capture_output=True, text=True, timeout=240)
-    assert told.returncode == 0, told.stderr
-    loss = re.search(r"'eval_loss': '([0-9.]+)'", told.stdout)
+    reported = subprocess.run([*launch, *script], capture_output=True, text=True, timeout=240)
+    assert reported.returncode == 0, reported.stderr
+    loss = re.search(r"'eval_loss': '([0-9.]+)'", reported.stdout)
     assert loss is not None and float(loss[1]) < 3.5  # 4.16 by chance
-    assert "0 7 14 21 goes on with" in told.stdout
+    assert "0 7 14 21 goes on with" in reported.stdout
     assert (tmp_path / "model.safetensors").exists() and (tmp_path / "checkpoint-20" / "latest").exists()
 
 

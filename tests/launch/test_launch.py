@@ -89,7 +89,7 @@ def test_an_agent_is_told_the_hosts_that_were_chosen(case):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "reported"),
     [
         ("a slots=2\nb", "file, line 2: 'b' is not 'host slots=N'"),
         ("a slots=2\n\na slots=1", "file, line 3: host 'a' is in line 1 already"),
@@ -99,14 +99,14 @@ def test_an_agent_is_told_the_hosts_that_were_chosen(case):
         ("# nothing", "file: names no host"),
     ],
 )
-def test_a_wrong_hostfile_is_told_with_its_line(text, told):
+def test_a_wrong_hostfile_is_told_with_its_line(text, reported):
     with pytest.raises(ValueError) as error:
         parse_hostfile(text, source="file")
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "reported"),
     [
         ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
         ({"include": "a", "num_nodes": 1}, "--include and --num_nodes exclude each other"),
@@ -118,10 +118,10 @@ def test_a_wrong_hostfile_is_told_with_its_line(text, told):
         ({"slots_per_host": 0}, "--num_gpus 0: must be at least 1"),
     ],
 )
-def test_a_wrong_filter_is_told_with_what_is_there(how, told):
+def test_a_wrong_filter_is_told_with_what_is_there(how, reported):
     with pytest.raises(ValueError) as error:
         choose(parse_hostfile("a slots=2\nb slots=2"), **how)
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 # --- environments ------------------------------------------------------------------------------------------------
@@ -228,17 +228,17 @@ def test_each_launcher_composes_the_command_that_its_manual_describes():
 
 
 @pytest.mark.parametrize(
-    ("launcher", "refused", "told"),
+    ("launcher", "refused", "reported"),
     [
         ("openmpi", job((Host("a", (1,)), Host("b", (0,)))), "host 'a' is to use slots [1]"),
         ("slurm", job((Host("a", (0,)), Host("b", (0, 1)))), "needs as many slots on every host, got {'a': 1, 'b': 2}"),
         ("mvapich", job(max_restarts=2, log_dir="logs"), "leave out --max_restarts, --enable_each_rank_log"),
     ],
 )
-def test_what_a_launcher_cannot_do_is_refused(launcher, refused, told):
+def test_what_a_launcher_cannot_do_is_refused(launcher, refused, reported):
     with pytest.raises(ValueError) as error:
         LAUNCHERS[launcher](refused)
-    assert told in str(error.value)
+    assert reported in str(error.value)
 
 
 def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, capsys):
@@ -261,7 +261,7 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("flags", "told"),
+    ("flags", "reported"),
     [
         (["--num_nodes", "2"], "needs a hostfile"),
         (["--module", "--no_python"], "exclude each other"),
@@ -277,10 +277,10 @@ def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path,
         (["--env_file", "/nowhere"], "/nowhere"),
     ],
 )
-def test_wrong_flags_are_refused_before_anything_is_started(flags, told, capsys):
+def test_wrong_flags_are_refused_before_anything_is_started(flags, reported, capsys):
     with pytest.raises(SystemExit) as end:
         main([*flags, "train.py"])
-    assert end.value.code == 2 and told in capsys.readouterr().err
+    assert end.value.code == 2 and reported in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("value", ["abc", "0", "-1", "nan"])
@@ -296,8 +296,8 @@ def test_a_timeout_of_the_environment_that_is_none_is_refused_before_anything_is
 
 def test_every_exit_code_can_be_told():
     for code in range(1, 256):  # of which some above 128 are no signal's
-        told = str(Failure(0, "here", code, 0.0, False, ()))
-        assert f"code {code}," in told or signal.Signals(code - 128).name in told
+        reported = str(Failure(0, "here", code, 0.0, False, ()))
+        assert f"code {code}," in reported or signal.Signals(code - 128).name in reported
 
 
 @pytest.mark.long
@@ -399,7 +399,7 @@ def test_a_rank_that_fails_ends_the_job_with_its_code_and_one_message(tmp_path, 
     _, errors = job.communicate(timeout=60)
     assert job.returncode == code
     assert errors.count("fzero: rank 1 on localhost") == 1 and how in errors and errors.count("fzero:") == 1
-    assert errors.endswith("its last lines:\n    the reason is told here\n")
+    assert errors.endswith("its last lines:\n    the reason is reported here\n")
     assert_none_left(tmp_path)
 
 
@@ -479,7 +479,7 @@ def test_one_machine_listens_to_itself_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "reported"),
     [
         (["train.py"], "there is no script train.py; did you mean train_it.py?"),
         (["-m", "no_such_module.main"], "--module no_such_module.main: there is no module 'no_such_module' here"),
@@ -488,12 +488,12 @@ def test_one_machine_listens_to_itself_alone(tmp_path):
         (["--max_restart=3", "train_it.py"], "did you mean --max_restarts?"),
     ],
 )
-def test_what_is_not_there_is_refused_with_what_is_near(words, told, tmp_path, monkeypatch, capsys):
+def test_what_is_not_there_is_refused_with_what_is_near(words, reported, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train_it.py").touch()
     with pytest.raises(SystemExit) as end:
         main(["--num_procs", "2", *words])
-    assert end.value.code == 2 and told in capsys.readouterr().err
+    assert end.value.code == 2 and reported in capsys.readouterr().err
 
 
 # --- secrets -----------------------------------------------------------------------------------------------------
@@ -510,8 +510,8 @@ def test_no_value_of_a_variable_is_part_of_a_command_and_no_name_that_a_shell_wo
     assert not [word for command in commands for word in command.words if "hunter2" in word or "touch" in word]
     for command in commands:  # but they are there
         assert (command.line or str(dict(command.environment))).count("hunter2") == 2
-    told = capsys.readouterr().err
-    assert "the variable 'NCCL;touch X' is not set on other hosts" in told and "'TORCH_A.B'" in told
+    reported = capsys.readouterr().err
+    assert "the variable 'NCCL;touch X' is not set on other hosts" in reported and "'TORCH_A.B'" in reported
 
 
 def test_the_first_line_of_an_agent_s_input_is_its_environment_and_the_rest_is_left():

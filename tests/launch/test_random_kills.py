@@ -1,6 +1,6 @@
 """The laws of an elastic job: whatever dies and when, the numbers are those of a run that was stopped at the same steps.
 
-Real jobs of `fzero`, whose ranks and hosts are killed at random moments. Two agents on this machine, each told that it is
+Real jobs of `fzero`, whose ranks and hosts are killed at random moments. Two agents on this machine, each reported that it is
 another host, are two hosts without ssh.
 """
 

@@ -335,7 +335,7 @@ def keywords(step: int) -> dict[str, Tensor]:
 
 
 class Returns(nn.Module):
-    """Returns what it is told to: its loss alone, first in a tuple, or under a key."""
+    """Returns what it is asked to: its loss alone, first in a tuple, or under a key."""
 
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -274,7 +274,13 @@ OTHERS_NEED = {
     ),
     *("fzero.storage.buffer_sizes", "fzero.storage.file_tensor", "fzero.storage.shard_io", "fzero.storage.stream"),
     *("fzero.common.pickles", "fzero.common.safe_files", "fzero.common.text_tables"),
-    *(f"fzero.config.{name}" for name in ("compression", "data_efficiency", "schedulers", "sparse_attention")),
+    *(f"fzero.config.{name}" for name in ("compression", "data_efficiency", "optimizers", "schedulers")),
+    *(
+        "fzero.config.conflicts",
+        "fzero.config.sparse_attention",
+        "fzero.optim.torch_classes",
+        "fzero.plans.hook_choice",
+    ),
     *("fzero.compression.added", "fzero.compression.plan", "fzero.data.schedules", "fzero.plans.placements"),
     *("fzero.plans.traffic", "fzero.runtime.activation_checkpointing", "fzero.runtime.file_agreement"),
     *("fzero.runtime.offload", "fzero.runtime.offload_leaves", "fzero.runtime.recomputation"),
@@ -291,8 +297,8 @@ def test_a_door_opens_when_it_is_used() -> None:
     assert package == {"fzero", "fzero.common", "fzero.common.doors", "fzero.runtime", "fzero.runtime.hooks"}
     rooms = {"graph", "resharding", "estimation", "checkpoint", "profiling", "engine", "launch", "tuning", "testing"}
     assert not trained & OTHERS_NEED and not {*map(room_of, trained)} & rooms and OTHERS_NEED <= MODULES
-    assert sum(map(lines.__getitem__, step)) <= 14_800
-    assert sum(map(lines.__getitem__, trained)) <= 15_400
+    assert sum(map(lines.__getitem__, step)) <= 14_900
+    assert sum(map(lines.__getitem__, trained)) <= 15_300
 
 
 def test_a_built_wheel_imports_every_room(tmp_path: Path) -> None:

@@ -85,10 +85,10 @@ def of_deepspeed(deepspeed: DeepSpeed, case: Case, num_steps: int) -> list[float
     job["forgets_first_step"] = case.stage == 0 and case.precision != "fp32"  # no key turns that step off
     runs: list[list[float]] = []
     while True:
-        (told,) = deepspeed.run(WORLD_SIZE, [job])
-        if case.stage < 3 or told["losses"] in runs:
-            return told["losses"]
-        runs.append(told["losses"])
+        (reported,) = deepspeed.run(WORLD_SIZE, [job])
+        if case.stage < 3 or reported["losses"] in runs:
+            return reported["losses"]
+        runs.append(reported["losses"])
         assert len(runs) < 8, f"DeepSpeed does not repeat itself: {[run[-1] for run in runs]}"
 
 

@@ -75,10 +75,12 @@ def _with_engine(kind: Any, stages: tuple[int, int], folder: str) -> dict[str, T
         model = _net()
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {"train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0, "zero_optimization": zero}
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as reported:
             warnings.simplefilter("always")
             engine = fzero.initialize(model=model, optimizer=kind(model.parameters(), lr=0.05), config=config)[0]
-        assert any(kind.__name__ in str(w.message) and "all of its state, undivided" in str(w.message) for w in told)
+        assert any(
+            kind.__name__ in str(w.message) and "all of its state, undivided" in str(w.message) for w in reported
+        )
         if index:
             engine.load_checkpoint(folder)
         for count in (2 * index, 2 * index + 1):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import weakref
+from collections import Counter, deque
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from pretended_cuda import PretendedCuda
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
 import fzero
+from fzero.comms import collectives
+from fzero.comms.pending import Pending, ended
 from fzero.estimation import PipelinePlan, plan_pipeline
 from fzero.pipeline import LayerSpec, PipelineModule
+from fzero.pipeline.messages import Expected, Mailbox, Message, Route, Ways
 from fzero.profiling import trace_comm
 from sharding import Mesh
 
@@ -164,3 +169,49 @@ def test_a_module_is_planned_as_it_is_explained() -> None:
         model, config(8), stages=STAGES, world_size=STAGES * DATA, batch=batch(1), bounds=model.parts, device="cpu"
     )  # type: ignore[arg-type]
     assert planned.as_dict() == explained.as_dict()
+
+
+def test_a_sent_block_is_freed_when_the_order_says_that_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else every output of a step would be in memory at its end."""
+    blocks = list[weakref.ref[Tensor]]()
+    most, start_send = [0], collectives.start_send
+
+    def watched(x: Tensor, target: int, axis: Any, **kwargs: Any) -> Any:
+        if axis.rank == 0:
+            blocks.append(weakref.ref(x))
+            most[0] = max(most[0], sum(block() is not None for block in blocks))
+        return start_send(x, target, axis, **kwargs)
+
+    monkeypatch.setattr(collectives, "start_send", watched)
+    ranks = fzero.simulate(made("1f1b", 12, fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=1))), by="lockstep")
+    ranks(ranks.init(), tuple(part[None] for part in batch(12)))
+    assert len(blocks) >= 12
+    assert most[0] <= STAGES + 1  # those whose backward has not come, and the one that is made
+
+
+def test_messages_may_be_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two mailboxes of one message, on a pretended device; NCCL itself has not run."""
+    sent = dict[int, deque[Tensor]]()
+    up = fzero.comms.AbstractAxis("pipe", 2), fzero.comms.AbstractAxis("pipe", 2, rank=1)
+
+    def start_send(x: Tensor, target: int, axis: Any, *, label: Any) -> Pending:
+        sent.setdefault(target, deque()).append(x)
+        return ended(x, label)
+
+    def start_receive(x: Tensor, source: int, axis: Any, *, label: Any) -> Pending:
+        return Pending(label, (), lambda: x.copy_(sent[axis.rank].popleft()))
+
+    monkeypatch.setattr(collectives, "start_send", start_send)
+    monkeypatch.setattr(collectives, "start_receive", start_receive)
+    with PretendedCuda():
+        device: Any = torch.device("cuda", 0)
+        first, second = (Mailbox(Ways(axis, axis), device) for axis in up)  # type: ignore[arg-type]
+        for numel in (4, 4000, 4000):
+            tree = {"x": torch.arange(float(numel), device=device), "ids": (torch.arange(3, device=device), 7)}
+            second.expect([Expected(Message(Route("output", 0), 0, 0), 0)])
+            first.send(Message(Route("output", 0), 0, 1), tree)
+            received = second.receive(Message(Route("output", 0), 0, 0))
+            found = received.filled(received.tensors)
+            first.end()
+            assert found["x"].is_cuda and torch.equal(found["x"].cpu(), torch.arange(float(numel)))
+            assert found["ids"][1] == 7 and found["ids"][0].dtype == torch.int64

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import fzero
 from fzero.__main__ import main
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
@@ -22,6 +23,7 @@ from fzero.pipeline.picture import draw_timeline
 from fzero.pipeline.timeline import stored_over_time
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling import measure_layers
+from sharding import Mesh
 
 
 def gpt(depth: int = 8) -> PlainGPT:
@@ -86,7 +88,7 @@ def test_the_slowest_stage_is_as_fast_as_can_be() -> None:
 
 def test_pipelines_that_cannot_be_are_refused_in_words() -> None:
     model, made = gpt(), planner()
-    with pytest.raises(ConfigError, match=r"must be 0 or 1 with a pipeline, got 2.*set stage to 1"):
+    with pytest.raises(ConfigError, match=r"must be 0, 1 or 3 with a pipeline, got 2.*set stage to 1"):
         plan_pipeline(model, {"zero_optimization": {"stage": 2}}, batch=None, stages=4, world_size=8)
     with pytest.raises(ConfigError, match="stages must divide the number of ranks, 9, got 4"):
         made.planned(4, 9)
@@ -94,6 +96,8 @@ def test_pipelines_that_cannot_be_are_refused_in_words() -> None:
         made.planned(16, 16)
     with pytest.raises(ValueError, match="nbytes must hold the largest part, which has at least"):
         made.planned(4, 8, device_nbytes=1e6)
+    with pytest.raises(ValueError, match=r"mesh: must have no axis 'pipe'.*staged_plan"):
+        fzero.plan(model, {}, mesh=Mesh.of(pipe=2, data=2))
     with pytest.raises(ValueError, match="bounds must be 5 integers"):
         made.planned(4, 8, bounds=[0, 10])
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.pipeline import F, LayerSpec, PipelineModule, TiedLayerSpec
+from fzero.profiling import trace_comm
 from sharding import Mesh
 
 VOCABULARY, WIDTH, LENGTH = 11, 8, 5
@@ -192,6 +193,40 @@ def test_stages_and_orders_change_no_bit(order: str, stage: int) -> None:
         assert_same(simulated(Case(stages, order, keys={"stage": stage})), reference)
 
 
+ONCE = {"stage": 3, "stage3_param_persistence_threshold": 4}
+LIMITED = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 200}
+
+
+@pytest.mark.parametrize(
+    "num_data", [2, pytest.param(1, marks=pytest.mark.long), pytest.param(3, marks=pytest.mark.long)]
+)
+def test_in_stage_3_parameters_are_gathered_once_and_no_bit_changes(num_data: int) -> None:
+    changes: Any = {"zero_optimization": ONCE, "bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}
+    reference = simulated(Case(stages=0, num_data=num_data, keys=changes | {"zero_optimization": ONCE | {"stage": 1}}))
+    for stages, order in ((2, "1f1b"), (4, "zero_bubble"), (2, "interleaved:2")):
+        case = Case(stages, order, num_data=num_data, keys=changes)
+        assert_same(simulated(case), reference)
+    ranks = fzero.simulate(Case(2, num_data=num_data, keys=changes).step(), by="lockstep")
+    sent, planned = (
+        trace_comm(ranks, ranks.init(), data(1, 4, num_data)[0]).by_purpose(),
+        ranks.plan.sent_nbytes_per_step,
+    )
+    assert sent.get("gather", 0) == planned["all_gather in the forward"] and not planned["all_gather in the backward"]
+    assert sent.get("reduce", 0) == planned["reduce_scatter of gradients"]
+    assert (planned["all_gather in the forward"] > 0) == (num_data > 1)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["fp16", "weighted loss", "sums", "LAMB", "a group of one stage", "offload", "checkpointing"]
+)
+def test_stage_3_has_the_numbers_of_stage_1_in_every_configuration(name: str) -> None:
+    case = Case(**CASES[name])
+    offload = case.keys.get("zero_optimization", {})
+    zeros = [offload | ONCE | {"stage": stage} for stage in (1, 3)]
+    assert_same(*(simulated(case._replace(keys=dict(case.keys) | {"zero_optimization": zero})) for zero in zeros))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("num_micro", [1, 2, 3])
 def test_any_number_of_micro_batches_will_do(num_micro: int) -> None:
@@ -209,6 +244,12 @@ CASES: dict[str, dict[str, Any]] = {
         "num_steps": 10,
     },
     "bf16": {"keys": {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": "bf16"}}},
+    "stochastic rounding": {
+        "keys": {
+            "bf16": dict.fromkeys(("enabled", "bf16_master_weights_and_grads", "stochastic_rounding"), True),
+            "data_types": {"buffer_dtype": "bf16"},
+        }
+    },
     "autocast": {"keys": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}},
     "weighted loss": {"loss_fn": summed},
     "sums": {"keys": {"gradient_clipping": 0.0, "prescale_gradients": True}},
@@ -280,10 +321,13 @@ REAL = [
     Case(4, "zero_bubble", num_data=1),
     Case(2, "interleaved:2", keys={"stage": 0}),
     Case(4, "gpipe", num_data=1, loss_fn=summed),
+    pytest.param(Case(2, "1f1b", keys={"zero_optimization": ONCE}), marks=pytest.mark.long),
 ]
 
 
-@pytest.mark.parametrize("case", REAL, ids=[f"{case.order} on {case.stages}" for case in REAL])
+@pytest.mark.parametrize(
+    "case", REAL, ids=[f"{case.order} on {case.stages}" for case in REAL if isinstance(case, Case)] + ["stage 3"]
+)
 def test_processes_give_the_bits_of_the_simulation_and_equal_metrics(case: Case, ranks: RankPool) -> None:
     reference = simulated(case._replace(stages=1, order="1f1b", interval=0))
     for found in ranks(case.mesh.size, on_processes, case):
@@ -336,9 +380,16 @@ def test_tied_weights_are_summed_over_their_stages_and_stay_equal_bit_for_bit(st
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"keys": {"stage": 2}}, r"stage: must be 0 or 1 with a pipeline, got 2; .* 4 reductions in place of one"),
-        ({"keys": {"stage": 3}}, r"zero_optimization.stage: must be 0 or 1 with a pipeline, got 3; .* 12 transfers"),
-        ({"options": {"compile": "step"}}, "compile: must be None with a pipeline"),
+        ({"keys": {"stage": 2}}, r"stage: must be 0, 1 or 3 with a pipeline, got 2; .* 4 reductions in place of one"),
+        (
+            {"keys": {"zero_optimization": LIMITED}},
+            r"at most stage3_max_live_parameters, 200, got \d+ on stage [01]; .* 12 transfers",
+        ),
+        (
+            {"keys": {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}},
+            "zero_optimization.offload_param: must be left out with a pipeline",
+        ),
+        ({"options": {"compile": "step"}}, "compile: must be None with a pipeline, .* in no one graph"),
         ({"options": {"units": ["0"]}}, "units: must be None with a pipeline, .* each layer is a unit"),
         (
             {"options": {"param_groups": [{"params": "^9"}]}},

@@ -43,7 +43,7 @@ def _train(ranks_of: Any, order: str, stage: int, folder: str, **options: Any) -
     def make_step(order: Any) -> Any:
         return ranks_of(fzero.make_train_step(make(small), config(stage, clip=0.0), order=order, **options))
 
-    step, told = make_step(ORDERS[order]), []
+    step, reported = make_step(ORDERS[order]), []
     state = step.init()
     other = make_step(None)
     for index in range(4):
@@ -53,7 +53,7 @@ def _train(ranks_of: Any, order: str, stage: int, folder: str, **options: Any) -
         else:
             batch = tuple(x.unflatten(0, (step.world_size, -1)) for x in batch)
         state, metrics = step(state, batch)
-        told.append(metrics.loss.flatten()[0].item())
+        reported.append(metrics.loss.flatten()[0].item())
         if index == 1:
             fzero.save(state, folder, step=step)
             state = fzero.load(folder, step=other).state
@@ -61,7 +61,7 @@ def _train(ranks_of: Any, order: str, stage: int, folder: str, **options: Any) -
                 state = fzero.reshard(state, other, step)
             else:
                 state = fzero.load(folder, step=step).state
-    return told, step.gather(state)
+    return reported, step.gather(state)
 
 
 def _on_ranks(folder: str) -> dict[tuple[str, int], Any]:
@@ -161,4 +161,4 @@ def _differ() -> str:
 
 
 def test_an_order_that_differs_between_ranks_is_told_on_all(ranks: RankPool) -> None:
-    assert all(told.startswith("flat buffers: must be the same on all ranks") for told in ranks(2, _differ))
+    assert all(reported.startswith("flat buffers: must be the same on all ranks") for reported in ranks(2, _differ))

@@ -90,15 +90,15 @@ def test_a_group_has_flat_buffers_of_its_own_and_the_first_match_counts() -> Non
 
 
 @pytest.mark.parametrize(
-    ("group", "told"),
+    ("group", "reported"),
     [
         ({"weight_decay": 0.0}, r"param_groups\[0\].params: must be a regular expression or a function .*, got None"),
         ({"params": "norm", "momentum": 0.5}, r"param_groups\[0\].momentum: .*AdamW has: lr, betas"),
         ({"params": "norm", "lr": -1.0}, r"param_groups\[0\].lr: .* got -1.0"),
     ],
 )
-def test_a_wrong_group_is_told_with_its_field(group: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_wrong_group_is_told_with_its_field(group: dict[str, Any], reported: str) -> None:
+    with pytest.raises(ConfigError, match=reported):
         fzero.make_train_step(make(Plain), config(0), param_groups=[group])
 
 
@@ -219,13 +219,13 @@ def test_a_transform_may_be_written_in_place_or_as_pure_functions(ranks: RankPoo
 
 
 def test_a_group_that_takes_nothing_is_told() -> None:
-    for params, told in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
-        with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{told}"):
+    for params, reported in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
+        with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{reported}"):
             fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": params, "lr": 1e-5}])
 
 
 @pytest.mark.parametrize(
-    ("rates", "told"),
+    ("rates", "reported"),
     [
         ([1e-3], r"rates must be a list with one for each of the 3 parameter groups \(group 0 \(all that no other group takes\), "
          r"group 1 \('scale\$'\), group 2 \(chosen by a function\)\), got 1: \[0.001\]"),
@@ -235,9 +235,9 @@ def test_a_group_that_takes_nothing_is_told() -> None:
         ([1e-3, float("inf"), 0.0], r"learning rate: must be a finite number .* got \[0.001, inf, 0.0\]"),
     ],
 )  # fmt: skip
-def test_rates_to_follow_are_one_for_each_group_by_name(rates: Any, told: str) -> None:
+def test_rates_to_follow_are_one_for_each_group_by_name(rates: Any, reported: str) -> None:
     step = fzero.make_train_step(make(Plain), config(0), param_groups=GROUPS)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=reported):
         step.following(rates)
     with pytest.raises(ValueError, match="optimizers must be a list with one for each of the 3 parameter groups"):
         step.following([1e-3, 2e-3, 3e-3], step.runtime.updater.optimizers[:1])

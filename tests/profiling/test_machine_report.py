@@ -17,11 +17,11 @@ from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, best, d
 @pytest.mark.long
 def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--json", "--path", str(tmp_path)]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["versions"]["torch"] == torch.__version__ and "gloo" in told["backends"]
-    assert told["rates"].keys() == NAMES.keys()
+    reported = json.loads(capsys.readouterr().out)
+    assert reported["versions"]["torch"] == torch.__version__ and "gloo" in reported["backends"]
+    assert reported["rates"].keys() == NAMES.keys()
     on_gpu = {"device_copy", "to_device"} if not torch.cuda.is_available() else set()
-    for name, rate in told["rates"].items():
+    for name, rate in reported["rates"].items():
         if name == "overlap":
             assert rate is (torch.cuda.is_available() or torch.get_num_threads() < len(os.sched_getaffinity(0)))
         elif name == "latency":
@@ -29,8 +29,8 @@ def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsy
         else:
             assert rate is None if name in on_gpu else 1e6 < rate < 1e17, name
     assert not list(tmp_path.iterdir())  # the file that was measured is gone
-    shown = as_text(table(MachineReport(**told | {"rates": MeasuredRates(**told["rates"])})))
-    assert all(what in shown for what, _ in NAMES.values()) and f"{told['rates']['gather'] / 1e9:.2f} GB/s" in shown
+    shown = as_text(table(MachineReport(**reported | {"rates": MeasuredRates(**reported["rates"])})))
+    assert all(what in shown for what, _ in NAMES.values()) and f"{reported['rates']['gather'] / 1e9:.2f} GB/s" in shown
 
 
 @pytest.mark.long

@@ -261,10 +261,10 @@ def test_the_batch_is_that_of_the_configuration_unless_one_is_given(
     (tmp_path / "c.json").write_text('{"train_micro_batch_size_per_gpu": 3}')
     words = [*command.split(), "--model", "1M", "--sequence", "16"]
     configured = [*words, "--config", str(tmp_path / "c.json")]
-    for given, told in ((words, "1 × 16 tokens (the default)"), (configured, "3 × 16 tokens (the configuration)"),
+    for given, reported in ((words, "1 × 16 tokens (the default)"), (configured, "3 × 16 tokens (the configuration)"),
                         ([*configured, "--batch", "2"], "2 × 16 tokens (--batch)")):  # fmt: skip
         assert main(given) == 0
-        assert f"micro-batch of {told}" in capsys.readouterr().out
+        assert f"micro-batch of {reported}" in capsys.readouterr().out
     (tmp_path / "c.json").write_text('{"train_batch_size": 12, "gradient_accumulation_steps": 2}')
     if "plan" in command:
         assert main([*configured, "--json"]) == 0
@@ -284,8 +284,8 @@ def test_fzero_plan_writes_what_fits(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert written["train_batch_size"] == 8 and written["gradient_clipping"] == 0.5, "the rest stays"
     assert written["zero_optimization"]["stage"] in (1, 2) and "→" in capsys.readouterr().out
     assert main([*words[:-1], "1KB", "--json"]) == 1
-    told = capsys.readouterr()
-    assert told.out == "" and told.err.splitlines()[-1].startswith("fit: nothing fits into 1e-06 GB")
+    reported = capsys.readouterr()
+    assert reported.out == "" and reported.err.splitlines()[-1].startswith("fit: nothing fits into 1e-06 GB")
 
 
 @pytest.mark.covering(0)
@@ -382,9 +382,9 @@ def test_no_command_answers_a_mistake_with_a_traceback(
         found = main([command, *words.replace("{dir}", str(tmp_path)).split()])
     except SystemExit as ended:
         found = ended.code
-    told = capsys.readouterr()
-    assert (found, told.out) == (code, "") and "Traceback" not in told.err
-    assert message.replace("{dir}", str(tmp_path)) in " ".join(told.err.split())
+    reported = capsys.readouterr()
+    assert (found, reported.out) == (code, "") and "Traceback" not in reported.err
+    assert message.replace("{dir}", str(tmp_path)) in " ".join(reported.err.split())
 
 
 MISTAKES = {
@@ -446,8 +446,8 @@ def test_a_mistake_on_the_command_line_is_one_message_and_no_traceback(
         found = main(["plan", *words])
     except SystemExit as ended:
         found = ended.code
-    told = capsys.readouterr()
-    assert found == code and message in told.err and "Traceback" not in told.err and told.out == ""
+    reported = capsys.readouterr()
+    assert found == code and message in reported.err and "Traceback" not in reported.err and reported.out == ""
 
 
 def test_a_plan_imports_no_compiler_and_nothing_that_it_does_not_need() -> None:

@@ -45,7 +45,7 @@ class Normed(nn.Module):
         return nn.functional.mse_loss(self.down(self.norm(self.up(x * self.table[1]))), y)
 
 
-def told(comm: CommTrace, *purposes: str) -> Counter[Any]:
+def reported(comm: CommTrace, *purposes: str) -> Counter[Any]:
     """What was sent, in any order; all of it, or what is for some purposes."""
     rows = [row for row in comm.rows if not purposes or row.purpose in purposes]
     return Counter((row.purpose, row.axis, row.unit, row.nbytes) for row in rows)
@@ -111,7 +111,7 @@ def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_pl
     for eager, compiled in ranks(world_size, _traced, Plain, vectors, cfg):
         assert eager.rows == simulated.rows, "the same collectives in the same order"
         assert compiled.rows == planned.rows
-        assert told(eager, *ALIKE) == told(planned, *ALIKE)
+        assert reported(eager, *ALIKE) == reported(planned, *ALIKE)
         # Loss, weight, number of the pass, checksum of hyper-parameters, and in an eager step whether a module buffer moved.
         assert [row.num_elements * 4 for row in eager.rows if row.purpose == "loss_stats"] == [
             row.num_elements * 5 for row in planned.rows if row.purpose == "loss_stats"
@@ -154,7 +154,9 @@ def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_ar
             assert comm.rows == there.rows
             assert before == after
         planned = on_paper(Plain, vectors, config(stage, **_in_files(stage, tmp_path / "plan")), axis)[1]
-        assert told(planned, *ALIKE) == told(there, *ALIKE) and not (tmp_path / "plan").exists(), "nor makes files"
+        assert reported(planned, *ALIKE) == reported(there, *ALIKE) and not (tmp_path / "plan").exists(), (
+            "nor makes files"
+        )
     assert not list(tmp_path.rglob("*.flat")), "a copy goes with the trace"
 
 
@@ -165,7 +167,7 @@ def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_th
 ) -> None:
     step, planned = on_paper(Plain, vectors, config(stage, **keys), fzero.comms.AbstractAxis("data", 3))
     simulated = in_lockstep(step, vectors)
-    assert told(simulated, *ALIKE) == told(planned, *ALIKE)
+    assert reported(simulated, *ALIKE) == reported(planned, *ALIKE)
     for comm in (simulated, planned):
         check_plan(comm, step.plan)
         sent = sum(row.nbytes for row in comm.rows if row.purpose in ("gather", "reduce"))
@@ -177,7 +179,7 @@ def test_nccl_and_gloo_send_the_same_in_other_collectives() -> None:
     nccl, gloo = (
         on_paper(Plain, vectors, config(0), fzero.comms.AbstractAxis("data", 3, backend=b))[1] for b in ("nccl", "gloo")
     )  # type: ignore[arg-type]
-    assert told(nccl) == told(gloo), "on gloo an all-reduce is two collectives, and one row"
+    assert reported(nccl) == reported(gloo), "on gloo an all-reduce is two collectives, and one row"
     assert set(nccl.by_collective()) == {"all_gather", "all_reduce"} == set(gloo.by_collective())
 
 
@@ -187,7 +189,9 @@ def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_u
     eager = in_lockstep(step, tokens)
     (frozen,) = [buffer for buffer in step.plan.flat_buffers if not buffer.trainable]  # a bias: no gradient needs it
     again = Counter([("gather", "data", "blocks.1", 2 * 4 * frozen.shard_numel)])
-    assert told(eager, *ALIKE) - told(planned, *ALIKE) == again and told(planned, *ALIKE) <= told(eager, *ALIKE)
+    assert reported(eager, *ALIKE) - reported(planned, *ALIKE) == again and reported(planned, *ALIKE) <= reported(
+        eager, *ALIKE
+    )
     # An unused parameter is not gathered for its zero gradient: only for the embedding, and for the head tied to it.
     assert [row.unit for row in planned.rows if row.purpose == "gather"].count("(root)..embed") == 2
 
@@ -201,8 +205,10 @@ def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: 
     _, alone = on_paper(Odd, tokens, config(stage), axis)
     # Joined with others of its unit, the frozen buffer is gathered in the backward like those.
     frozen = [b.shard_numel for b in step.plan.flat_buffers if not b.trainable and stage == 3]
-    assert told(joined) - told(alone) == Counter(("gather", "data", "blocks.1", 2 * 4 * numel) for numel in frozen)
-    assert told(alone) <= told(joined)
+    assert reported(joined) - reported(alone) == Counter(
+        ("gather", "data", "blocks.1", 2 * 4 * numel) for numel in frozen
+    )
+    assert reported(alone) <= reported(joined)
     assert any(row.is_joined for row in joined.rows) and not any(row.is_joined for row in alone.rows)
     assert "(joined)" in str(joined)
 
@@ -210,10 +216,10 @@ def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: 
 def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_move() -> None:
     step, planned = on_paper(Normed, vectors, config(1), fzero.comms.AbstractAxis("data", 3))
     eager = in_lockstep(step, vectors)
-    assert told(eager, *ALIKE) == told(planned, *ALIKE)
+    assert reported(eager, *ALIKE) == reported(planned, *ALIKE)
     moving, number = 2 * 8 * 4, 8  # mean and variance; how many batches there were
-    assert told(eager, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving, number)])
-    assert told(planned, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving + 5 * 4, number)])
+    assert reported(eager, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving, number)])
+    assert reported(planned, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving + 5 * 4, number)])
 
 
 def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:

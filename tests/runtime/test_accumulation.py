@@ -16,6 +16,7 @@ from training import Odd, Plain, adamw, config, make, part, tokens, train_plainl
 import fzero
 from fzero.runtime.forwards import Forwards
 from fzero.runtime.loss import LossRules
+from fzero.runtime.step_spec import MismatchError
 
 NUM_STEPS = 4
 STEPS = {"train_batch_size": 12}
@@ -249,3 +250,45 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
     forwards.go_back(keeps=True)
     forwards.begin("train", frozenset())
     assert forwards.last_alone is None  # of this one, or of the graph that is kept?
+
+
+class Normed(Plain):
+    """Its buffers are averaged in each update, before the norm."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(self.norm(x), y)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["is_last", "no is_last"])
+@pytest.mark.parametrize("model", [Plain, Normed])
+@pytest.mark.parametrize("stage", range(4))
+def test_ranks_with_other_numbers_of_backwards_are_told(stage: int, model: Any, tells: bool) -> None:
+    """Rank 1 makes one backward more, in the second update. The last backward may be called so, or not."""
+    simulated = fzero.simulate(fzero.make_train_step(make(model), config(stage)), 2, by="lockstep")
+    states = simulated.states_of(simulated.init())
+
+    def updates(rank: int) -> None:
+        step, state = simulated.steps[rank], states[rank]
+        for index in range(4):
+            num = 3 if (rank, index) == (1, 1) else 2
+            window = step.begin(state)
+            for k in range(num):
+                x, y = vectors(k)
+                loss = step.forward(window, lambda: step.recipe.model(x, y))  # noqa: B023
+                window = step.backward(window, loss, num_parts=2, is_last=k == num - 1 or not tells)
+            state, _ = step.update(window)
+
+    message = "every rank must call backward and step equally often, and one call was "
+    message += (
+        "the last backward before an update on rank 0, a backward before the last on rank 1" if tells else "an update"
+    )
+    if not tells and stage == 0 and model is Plain:  # an update sends nothing; the next backward tells
+        message = "number of updates so far: must be the same on all ranks, but 'state.step' is '2' on rank 0"
+    if not tells and stage == 3:  # rank 1 gathers, and rank 0 does not
+        message = "the collective failed"
+    with pytest.raises((fzero.CollectiveError, MismatchError), match=message):
+        simulated.on_each(updates)

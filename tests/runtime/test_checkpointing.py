@@ -487,7 +487,7 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.runtime.step_spec.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr("fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(host.away, host.back))
     yield host
 
 

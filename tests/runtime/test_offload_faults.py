@@ -1,4 +1,4 @@
-"""The law of faults: what happens to the files of one rank is told on all ranks, in the same step, and none goes on with less."""
+"""The law of faults: a fault in the files of one rank is reported on all ranks, in the same step, and none goes on with less."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def test_a_fault_of_one_rank_is_told_on_all_in_the_same_step_and_nobody_goes_on(
         assert ours == theirs == ["nothing"], "what is open works on"
         return
     assert says in ours[0] and theirs[0].startswith("rank 1: its state in files cannot be used"), (ours[0], theirs[0])
-    assert all("cannot be used any more" in told for told in (*ours[1:], *theirs[1:])), (ours, theirs)
+    for reported in (*ours[1:], *theirs[1:]):
+        assert "cannot be used any more" in reported and says in reported, (ours, theirs)
 
 
 def _evaluation_fails(path: str, failing: int) -> list[str]:
@@ -181,10 +182,10 @@ def test_the_system_may_read_and_write_less_than_it_was_asked_for(tmp_path: Path
         assert differing(state, expected) == []
     with (
         mock.patch.object(direct_files.os, "preadv", lambda fd, buffers, at: 0),
-        pytest.raises(fzero.StoreError) as told,
+        pytest.raises(fzero.StoreError) as reported,
     ):
         train(ranks, state, 2, 1)
-    assert "the system stopped at byte 0" in str(told.value)
+    assert "the system stopped at byte 0" in str(reported.value)
 
 
 @contextmanager
@@ -218,11 +219,11 @@ def test_a_disk_that_is_too_small_is_told_with_the_numbers_and_the_old_state_goe
 
 
 def _after_a_larger_job(path: str) -> list[str]:
-    told = []
+    reported = []
     for leftover in ("refuse", "clean"):
         step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(path, leftover=leftover)))
-        told.append(_told(step.init))
-    return told
+        reported.append(_told(step.init))
+    return reported
 
 
 def test_what_a_larger_job_left_is_told_on_all_ranks_or_removed_by_whichever_comes_first(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 from collections.abc import Callable, Mapping
@@ -168,6 +169,68 @@ def test_inside_the_forward_a_parameter_is_one_for_modules_and_for_isinstance() 
     expected = {name: x for name, x in module.state_dict().items() if name != "tied"}
     found = trained(fzero.make_train_step(make(ByMethods), config(3), units=["a", "b"]))
     torch.testing.assert_close(found, expected)
+
+
+class CopiesAndReadsAttributes(Model):
+    """Copies a submodule in its forward, and reads an attribute that code has set on a parameter."""
+
+    def set_up(self) -> None:
+        self.a.weight.scale = 0.5  # type: ignore[assignment]
+
+    def use(self, x: Tensor) -> Tensor:
+        twin, weight = copy.deepcopy(self.a), copy.deepcopy(self.a.weight)
+        assert type(twin._parameters) is dict and type(weight) is nn.Parameter and weight.grad_fn is None
+        return super().use(x) + self.a.weight.scale * (twin(x) @ weight)
+
+
+class KnowsItsParameters(Model):
+    """Takes another branch where a parameter is not what it is in a plain loop."""
+
+    def use(self, x: Tensor) -> Tensor:
+        is_one = type(self.a.weight) is nn.Parameter and type(self.a.weight * 1) is Tensor
+        is_leaf = self.a.weight.is_leaf and not (self.a.weight * 1).is_leaf and nn.Parameter(torch.ones(1)).is_leaf
+        return super().use(x) * (1 + is_one + 2 * is_leaf)
+
+
+class KnowsLeaves(InAList):
+    def use(self, x: Tensor) -> Tensor:
+        return super().use(x) * (1 + self.a.weight.is_leaf + 2 * self.weights[0].is_leaf)
+
+
+def test_a_parameter_in_the_forward_has_its_class_its_attributes_and_is_a_leaf() -> None:
+    for model in (CopiesAndReadsAttributes, KnowsItsParameters, KnowsLeaves):
+        assert_trains_as_plainly(model)
+        step = fzero.make_train_step(make(model), config(3), units=["a", "b"])
+        torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+    assert_trains_as_plainly(KnowsLeaves, compile="step", compile_backend="aot_eager")
+
+
+class KeepsData(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.kept = getattr(self, "kept", None) or [self.a.weight.data]
+        return super().use(x) + self.kept[0].sum()
+
+
+def test_a_view_of_gathered_memory_that_outlives_its_step_is_reported() -> None:
+    """In the other stages it is a view of the state, which follows the parameter."""
+    torch.testing.assert_close(trained(fzero.make_train_step(make(KeepsData), config(0))), plain_weights(KeepsData))
+    step = fzero.make_train_step(make(KeepsData), config(3), units=["a", "b"])
+    with pytest.warns(UserWarning, match=r"parameters of 'a/float32': a tensor that a forward of an earlier step made"):
+        trained(simulate(step, 2, by="lockstep"), 2)
+
+
+class ForwardMode(Model):
+    def use(self, x: Tensor) -> Tensor:
+        return super().use(x) + torch.func.jacfwd(self.a)(x[0]).sum(0)
+
+
+def test_ranks_in_lockstep_do_not_mix_the_levels_of_forward_mode() -> None:
+    """They are global: a rank that waits inside one would give others a wrong derivative."""
+    step = fzero.make_train_step(make(ForwardMode), config(3), units=["a", "b"])
+    lockstep = simulate(step, 2, by="lockstep")
+    with pytest.raises(ValueError, match="must not gather inside forward-mode differentiation"):
+        for x in batches():
+            lockstep(lockstep.init(), x.view(2, 4, 4))
 
 
 class Asks(Model):
@@ -398,6 +461,56 @@ class NewHead(Model):
         return super().use(x)
 
 
+class Reties(Model):
+    """In a plain loop the weight of `b` is that of `a` from now on."""
+
+    def use(self, x: Tensor) -> Tensor:
+        self.b.weight = self.a.weight
+        return super().use(x)
+
+
+class Removes(Model):
+    def use(self, x: Tensor) -> Tensor:
+        out = super().use(x)
+        del self.b.weight
+        return out
+
+
+class BufferOfAParameter(Model):
+    """In a plain loop the buffer follows the parameter."""
+
+    def set_up(self) -> None:
+        self.register_buffer("seen", torch.zeros(4))
+
+    def use(self, x: Tensor) -> Tensor:
+        self.seen = self.a.bias.detach()
+        return super().use(x)
+
+
+class BuffersOfOneMemory(Model):
+    def set_up(self) -> None:
+        self.register_buffer("seen", torch.zeros(2, 4))
+        self.register_buffer("row", self.seen[0])
+
+    def use(self, x: Tensor) -> Tensor:
+        self.seen.add_(1)
+        return super().use(x + self.row)
+
+
+class TeacherOfItself(Model):
+    """Changes a parameter when another unit has taken its place."""
+
+    def set_up(self) -> None:
+        self.b.requires_grad_(False)
+
+    def use(self, x: Tensor) -> Tensor:
+        weights = self.b.weight, self.a.weight
+        with torch.no_grad():
+            weights[0].lerp_(weights[1], 0.5)
+        del weights
+        return super().use(x)
+
+
 class Swaps(Model):
     def use(self, x: Tensor) -> Tensor:
         self.a, self.b = self.b, self.a
@@ -435,6 +548,11 @@ def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name(
         Fills: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from None to .* of shape \(4,\)",
         Empties: r"buffer 'scale': must keep its shape and dtype, or stay None, .* from torch.float32 .* to None",
         NewHead: r"parameter 'b.weight': must be there when the step is made",
+        Reties: r"parameter 'b.weight': must keep its place in the module, and the forward put 'a.weight' there",
+        Removes: r"parameter 'b.weight': must keep its place in the module, and the forward removed it",
+        BufferOfAParameter: r"buffer 'seen': must not share memory with a parameter, and the forward assigned a view of one",
+        BuffersOfOneMemory: r"buffer 'seen': must have memory of its own where a forward changes it",
+        TeacherOfItself: r"(parameters of 'b/float32/frozen'|parameter 'b.weight'): must not be changed in place by the forward",
         Swaps: r"parameter '(a|b).weight': must be there when the step is made",
         Hooks: r"parameter 'a.weight': must get no gradient hook in the forward",
         Freezes: r"parameters of the model: must keep requires_grad in the forward",
@@ -445,6 +563,9 @@ def test_what_a_forward_makes_that_the_state_cannot_hold_is_refused_by_its_name(
             step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
             with pytest.raises(ValueError, match=message):
                 step(step.init(), batches()[0])
+            lockstep = simulate(step, 2, by="lockstep")
+            with pytest.raises(ValueError, match=message):
+                lockstep(lockstep.init(), batches()[0].view(2, 4, 4))
     step = fzero.make_train_step(make(Resizes), config(0), compile="step", compile_backend="aot_eager")
     with pytest.raises(ValueError, match=messages[Resizes]):
         step(step.init(), batches()[0])

@@ -516,7 +516,7 @@ def _state_of_another_step(stage: int, other: int, keys: dict[str, Any], others:
 
 
 @pytest.mark.parametrize(
-    ("stage", "other", "keys", "others", "told"),
+    ("stage", "other", "keys", "others", "reported"),
     [
         (0, 1, {}, {}, "must be torch.float32 of shape .* in this step .stage 0, 2 ranks., got torch.float32 of shape"),
         (2, 0, {}, {}, "in this step .stage 2"),
@@ -530,12 +530,12 @@ def _state_of_another_step(stage: int, other: int, keys: dict[str, Any], others:
     ],
 )  # fmt: skip
 def test_a_state_of_another_step_is_told(
-    ranks: RankPool, stage: int, other: int, keys: dict[str, Any], others: dict[str, Any], told: str
+    ranks: RankPool, stage: int, other: int, keys: dict[str, Any], others: dict[str, Any], reported: str
 ) -> None:
     import re
 
     for message in ranks(2, _state_of_another_step, stage, other, keys, others):
-        assert re.search(told, message), message
+        assert re.search(reported, message), message
 
 
 def test_a_batch_or_a_buffer_of_another_dtype_is_told_with_the_fix() -> None:
@@ -555,12 +555,12 @@ def test_what_cannot_be_trained_or_does_not_exist_is_refused() -> None:
         fzero.Config.load(names)
     with pytest.raises(ValueError, match=r"lr_schedule: must give a number .*, got 'a' for 0"):
         fzero.make_train_step(make(Plain), config(0), lr_schedule=lambda n: "a")
-    for name, told in (
+    for name, reported in (
         ("OneBitAdam", "knows DeepSpeed's 'OneBitAdam'"),
         ("Rprop", "Rprop: does not take a flat tensor"),
     ):
         params = {"etas": [0.5]} if name == "Rprop" else {}
-        with pytest.raises(fzero.ConfigError, match=told):
+        with pytest.raises(fzero.ConfigError, match=reported):
             fzero.Config.load({"optimizer": {"type": name, "params": params}})
 
 

@@ -1,6 +1,6 @@
 """The laws of bad input: whoever can know tells every rank, by name and value, and nobody hangs.
 
-And of models whose units run on some ranks only: the order of collectives does not depend on data, or is told.
+And of models whose units run on some ranks only: the order of collectives does not depend on data, or is reported.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def test_an_error_of_the_users_on_one_rank_ends_the_others(ranks: RankPool, stag
 
 
 class Says(nn.Module):
-    """Returns what it is told to, made from its weight."""
+    """Returns what it is asked to, made from its weight."""
 
     def __init__(self, answer: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -360,16 +360,16 @@ def test_a_loss_that_has_nothing_to_do_with_the_model_and_one_that_went_backward
     ranks: RankPool, stage: int
 ) -> None:
     for found in (_with_bad_losses(stage), *ranks(2, _with_bad_losses, stage)):
-        for name, told in found[:4]:
-            assert re.match(UNRELATED if name == "_elsewhere" else INSIDE, told), told
+        for name, reported in found[:4]:
+            assert re.match(UNRELATED if name == "_elsewhere" else INSIDE, reported), reported
         ((_, unrelated),) = found[4:]
         assert re.match(UNRELATED, unrelated)
 
 
 def test_a_graph_of_a_step_refuses_such_losses_too() -> None:
-    for bad, told in ((_elsewhere, UNRELATED), (_goes_backward, INSIDE)):
+    for bad, reported in ((_elsewhere, UNRELATED), (_goes_backward, INSIDE)):
         step = fzero.make_train_step(make(Plain), config(0), loss_fn=bad)
-        with pytest.raises((ValueError, RuntimeError), match=told):
+        with pytest.raises((ValueError, RuntimeError), match=reported):
             fzero.simulate(step, 1, by="vmap" if bad is _elsewhere else "lockstep")(
                 fzero.simulation.stacked([step.init()]), tuple(x[None] for x in vectors(0))
             )
@@ -377,12 +377,12 @@ def test_a_graph_of_a_step_refuses_such_losses_too() -> None:
 
 @pytest.mark.parametrize("world_size", [0, -1, True, 2.0])
 def test_a_plan_is_for_a_positive_number_of_ranks(world_size: Any) -> None:
-    told = f"world_size: must be a positive integer, got {world_size!r}; say how many ranks"
+    reported = f"world_size: must be a positive integer, got {world_size!r}; say how many ranks"
     for plan in (
         lambda: fzero.plan(Plain(), config(1), world_size=world_size),
         lambda: fzero.estimation.compare_plans(Plain(), config(1), world_size=world_size),
     ):
-        with pytest.raises(ValueError, match=re.escape(told)):
+        with pytest.raises(ValueError, match=re.escape(reported)):
             plan()
     assert fzero.plan(Plain(), config(1)).world_size == 1
 
@@ -434,7 +434,7 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
 @pytest.mark.parametrize("bad_at", [0, 1])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "reported"),
     [
         (float("nan"), r"loss is not finite on ranks \[1\] \(losses \[\d.*, nan\]"),
         (float("inf"), r"loss is not finite on ranks \[1\] \(losses \[\d.*, inf\]"),
@@ -446,12 +446,12 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
     ids=["nan", "inf", "gradient"],
 )
 def test_what_is_not_finite_on_one_rank_is_told_on_every_rank_and_the_step_never_happened(
-    ranks: RankPool, stage: int, bad_at: int, value: float, told: str
+    ranks: RankPool, stage: int, bad_at: int, value: float, reported: str
 ) -> None:
     import re
 
     for message, stayed, ended_alike in ranks(2, _survives, stage, bad_at, value):
-        assert re.match(rf"step {bad_at}: {told}", message), message
+        assert re.match(rf"step {bad_at}: {reported}", message), message
         assert stayed, "the state changed"
         assert ended_alike
 
@@ -678,10 +678,10 @@ CHANGES = pytest.mark.parametrize(
 def test_a_rank_that_alone_needs_another_order_is_named_and_no_rank_hangs(ranks: RankPool) -> None:
     # The rank waits 20 s for the others to need another order, too.
     errors = errors_of(ranks, 2, _train, Routed, turns_around, config(3), 4, "learned", seconds=60)
-    told = [error for error in errors if isinstance(error, ScheduleError)]
-    assert told and all(isinstance(error, ScheduleError | CollectiveError) for error in errors)
+    reported = [error for error in errors if isinstance(error, ScheduleError)]
+    assert reported and all(isinstance(error, ScheduleError | CollectiveError) for error in errors)
     message = r"rank \d needs to gather blocks\.[0-3] where .* pass schedule='negotiated'"
-    assert_all_raise(told, ScheduleError, message)
+    assert_all_raise(reported, ScheduleError, message)
 
 
 @pytest.mark.parametrize(("model", "data"), [(Routed, skips_all_at_first), (Tailless, ends_elsewhere)])

@@ -41,11 +41,11 @@ def _check(step: Any, batches: list[Any]) -> tuple[dict[str, Tensor], dict[str, 
     again = step.with_weights(other, step.weights(before))  # to and fro, with the state's own
     assert all(map(torch.equal, step.gather(again).values(), step.gather(before).values()))
     (key, weight), *_ = mean.items()
-    for bad, told in (
+    for bad, reported in (
         ({"nobody": weight}, "'nobody' must be one of"),
         ({key: weight[..., 1:]}, "must be a tensor of shape"),
     ):
-        with pytest.raises(ValueError, match=rf"with_weights: .*{told}.*step.weights\(state\)"):
+        with pytest.raises(ValueError, match=rf"with_weights: .*{reported}.*step.weights\(state\)"):
             step.with_weights(state, bad)
     unchanged = step.with_weights(state, {})
     assert all(map(torch.equal, step.gather(unchanged).values(), step.gather(state).values()))

@@ -1,4 +1,4 @@
-"""The laws of simulated ranks: a job's bits in lockstep, and whatever goes wrong told as a job would."""
+"""The laws of simulated ranks: a job's bits in lockstep, and whatever goes wrong reported as a job would."""
 
 from __future__ import annotations
 

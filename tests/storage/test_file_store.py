@@ -1,4 +1,4 @@
-"""The laws of files of flat tensors: what is read is what was written, and whatever goes wrong is told and stops everything."""
+"""The laws of files of flat tensors: what is read is what was written, and whatever goes wrong is reported and ends all."""
 
 from __future__ import annotations
 
@@ -540,7 +540,7 @@ def run(rank, how, ends):
         folder = claims.folder_of(path, rank, state)
         names[folder] = claims.claim(path, folder, how)
         (folder / "x.flat").touch(exist_ok=False)
-    os.write(told, b".")
+    os.write(reported, b".")
     os.read(go, 1)  # when all have theirs
     assert all(claims.is_mine(folder) and (folder / "x.flat").exists() for folder in names)
     if not ends:
@@ -551,7 +551,7 @@ def run(rank, how, ends):
 
 
 for _ in range(30):
-    (hear, told), (go, start), world_size = os.pipe(), os.pipe(), draw.randint(1, 5)
+    (hear, reported), (go, start), world_size = os.pipe(), os.pipe(), draw.randint(1, 5)
     ends = [draw.random() < 0.3 for _ in range(world_size)]
     how, ranks = draw.choice(["refuse", "clean"]), []
     for rank in range(world_size):
@@ -564,7 +564,7 @@ for _ in range(30):
             finally:
                 sys.excepthook(*sys.exc_info())
                 os._exit(1)
-    os.close(told)
+    os.close(reported)
     os.close(go)
     while len(os.read(hear, 1)) and (world_size := world_size - 1):
         pass

@@ -58,13 +58,13 @@ def train(job: dict[str, Any], rank: int, world_size: int) -> dict[str, Any]:
         losses.append(mean.item() / world_size)
     if stop == job["before"] and "save" in job:
         engine.save_checkpoint(job["save"], client_state={"next": stop})
-    told = {
+    reported = {
         "losses": losses[job["before"] - start if start < job["before"] else 0 :],
         "skipped": engine.skipped_steps,
         "scale": float(getattr(engine.optimizer, "cur_scale", 1.0)) if "fp16" in job["config"] else 1.0,
     }
     engine.destroy()
-    return told
+    return reported
 
 
 def convert(job: dict[str, Any]) -> None:
@@ -126,8 +126,8 @@ def run(world_size: int, jobs: list[dict[str, Any]]) -> Any:
             answers.append(pipe.read())
         os.waitpid(pid, 0)
     shutil.rmtree(Path(store).parent)
-    told = [json.loads(answer) for answer in answers if answer]
-    return next((x for x in told if isinstance(x, str)), told[0] if told else "no rank answered")
+    reported = [json.loads(answer) for answer in answers if answer]
+    return next((x for x in reported if isinstance(x, str)), reported[0] if reported else "no rank answered")
 
 
 if __name__ == "__main__":

@@ -23,8 +23,8 @@ class Fault(NamedTuple):
     why: str
 
 
-LAYOUT, COMMS, OPTIM, PLANS, RUNTIME, STORAGE, GRAPH = (
-    "sharding", "fzero/comms", "fzero/optim", "fzero/plans", "fzero/runtime", "fzero/storage", "fzero/graph",
+LAYOUT, COMMS, OPTIM, PLANS, RUNTIME, STORAGE, GRAPH, PIPES = (
+    "sharding", "fzero/comms", "fzero/optim", "fzero/plans", "fzero/runtime", "fzero/storage", "fzero/graph", "fzero/pipeline",
 )  # fmt: skip
 
 CHOSEN = (
@@ -105,6 +105,10 @@ CHOSEN = (
     Fault(RUNTIME, "rng", "* 1_000_003 + rank", "* 1_000_003", "all ranks draw the same dropout"),
     Fault(RUNTIME, "_buffer", "_from_rank_0(flat_P, world, buffer.key)", "flat_P", "ranks begin with their own values"),
     Fault(RUNTIME, "_check_state", "run.flags.check()", "pass", "a parameter frozen later is not noticed"),
+    # pipelines
+    Fault(PIPES, "joined", "by_stage[stage, f, place]", "by_stage[stage, 0, place]", "the norm is that of the first shard"),
+    Fault(PIPES, "_check_progress", "and event not in sent", "and False", "an order that hangs passes the checker"),
+    Fault(PIPES, "first_name", "min(found, key", "max(found, key", "the last parameter with an overflow, not the first"),
     # storage
     Fault(STORAGE, "write", "self._checksums[index] = found", "pass", "the checksum of what is written is not kept"),
     Fault(STORAGE, "settle", "os.fdatasync(self._fd)", "pass", "failed writes are not noticed"),

@@ -84,7 +84,7 @@ def main(scenario: str, folder: Path) -> None:
     if rank == 1 and scenario in ("exits", "is killed"):
         while not (folder / "started.0").exists():
             time.sleep(0.05)
-        print("the reason is told here", file=sys.stderr, flush=True)
+        print("the reason is reported here", file=sys.stderr, flush=True)
         if scenario == "is killed":
             os.kill(os.getpid(), signal.SIGKILL)
         raise SystemExit(7)

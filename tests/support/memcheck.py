@@ -5,7 +5,8 @@
     python tests/support/memcheck.py --valgrind                       valgrind only: about a quarter of an hour
 
 Under quarantine.c a test that limits memory, or measures it or time, may fail; what counts is what the malloc writes to
-out/memcheck/quarantine.log, and whether a process is ended by a signal. Valgrind (`apt-get install valgrind`) looks at every
+out/memcheck/quarantine.log, and whether a process is ended by a signal. New memory holds NaN (filled.py), so any other test that
+fails may have read memory that nobody wrote. Valgrind (`apt-get install valgrind`) looks at every
 access of two gloo processes, of which one is killed in its last backward.
 """
 
@@ -49,7 +50,7 @@ def quarantine(tests: list[str]) -> list[str]:
     subprocess.run(build, check=True)
     log.unlink(missing_ok=True)
     environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-m", "not nightly", "-rf", *tests]
+    command = [sys.executable, "-m", "pytest", "-p", "filled", "-m", "not nightly", "-rf", *tests]
     with (OUT / "pytest.log").open("w") as out:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
     text = (OUT / "pytest.log").read_text()

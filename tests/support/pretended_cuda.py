@@ -6,13 +6,13 @@
     card.waits  # operators that the host had to wait for, and how often
 
 All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor is *on the device* if its storage is
-labelled so: Python is told so by patched functions of PyTorch, and a `TorchDispatchMode` sees every operator, those of a backward
+labelled so: patched functions of PyTorch say so to Python, and a `TorchDispatchMode` sees every operator, those of a backward
 too, and what it reads and writes. The host and each stream have a vector clock: an operator on the device happens after all that
 the host has done and after what is on its stream, and the host goes on at once. This raises
 
 1. RuntimeError: an operator that mixes memories, as in PyTorch (numbers without a dimension may come from the host);
 2. AssertionError: a race, of two uses of the same bytes of which one writes and neither happens before the other;
-3. AssertionError: memory given back while a stream uses it that PyTorch's allocator was not told of (`record_stream`).
+3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
 
 Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, collectives of NCCL, changes by
 numpy, gradients of a copy between the memories, `copy.deepcopy`, and `with torch.device("cuda")`. A card's random numbers are the
@@ -79,7 +79,7 @@ class Waited:
         self.card.host.seen |= self.seen
 
     def query(self) -> bool:
-        self.synchronize()  # for the host has been told that it is done
+        self.synchronize()  # for the host knows that it is done
         return True
 
 
@@ -144,7 +144,7 @@ class Memory:
     owner: Timeline  # whose next work may get the bytes when they are given back
     uses: list[Use] = field(default_factory=list)  # those that a later one may race with
     last: dict[Timeline, Use] = field(default_factory=dict)
-    told: set[Timeline] = field(default_factory=set)  # by `record_stream`
+    reported: set[Timeline] = field(default_factory=set)  # by `record_stream`
 
     def use(self, new: Use) -> None:
         """Raises if this use races with one before."""
@@ -163,7 +163,7 @@ class Memory:
     def give_back(self, host: Timeline) -> None:
         """Raises if a stream may still use the bytes when their owner gives them to somebody else."""
         for timeline, use in self.last.items():
-            if timeline not in self.told and max(self.owner.seen[timeline], host.seen[timeline]) < use.count:
+            if timeline not in self.reported and max(self.owner.seen[timeline], host.seen[timeline]) < use.count:
                 raise AssertionError(
                     f"given back too early: {self.nbytes} bytes of {self.owner}, when nothing orders its next work after {use}"
                 )
@@ -236,7 +236,7 @@ class PretendedCuda(TorchDispatchMode):
         given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema.arguments)]
         inputs = [(argument, x) for argument, value in given for x in _tensors(value)]
         for _, x in inputs:
-            self.memory(x)  # so that new memory of a result is told from a view
+            self.memory(x)  # so that new memory of a result differs from a view
         if schema.name in COPIES:
             return self._copy(func, args, kwargs)
         on_device = any(self.kind(x) == "device" for _, x in inputs)
@@ -377,7 +377,7 @@ class PretendedCuda(TorchDispatchMode):
         return _REAL["numpy"](x, *args, **kwargs)
 
     def _record_stream(self, x: Tensor, stream: Stream) -> None:
-        self.memory(x).told.add(stream)
+        self.memory(x).reported.add(stream)
 
     @contextmanager
     def _on(self, stream: Stream | None) -> Iterator[None]:

@@ -44,6 +44,16 @@ def test_harm_to_memory_is_found_and_named(library: Path, fault: str) -> None:
     assert f"{fault}. Process" in found(library, DONE[fault])
 
 
+def test_new_memory_holds_no_number(tmp_path: Path) -> None:
+    test = tmp_path / "test_new.py"
+    test.write_text(
+        "import torch\ndef test_new(): assert torch.empty(3).isnan().all() and torch.empty(2, dtype=int).min() > 9**18\n"
+    )
+    support = Path(__file__).parent
+    command = [sys.executable, "-m", "pytest", "-p", "filled", "-c", os.devnull, str(test)]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(support)}, cwd=tmp_path, check=True)
+
+
 @pytest.mark.parametrize("change", [1, -1, 16])
 def test_a_look_ends_a_process_whose_freed_memory_was_written_to(change: int) -> None:
     code = f"""

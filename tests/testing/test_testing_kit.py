@@ -257,7 +257,7 @@ PLACE, EMPTY, KINDS, ALIASES, WRITES, EQUAL, ALL, SHARDS, SKIPS, WIDE, SEVERAL, 
 BROKEN: dict[str, tuple[Any, str, str]] = {
     "padding": (right(specs=forgetting_padding), PLACE, "init makes state.mean with shape and dtype"),
     "placement": (right(specs=forgetting_placement), PLACE, "specs puts state.step on .*'device'"),
-    "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs tells of"),
+    "a leaf": (right(specs=forgetting_a_leaf), PLACE, "and specs describes"),
     "a number": (right(init=counting_in_python), PLACE, "state.step is a int"),
     "no elements": (right(update=needing_an_element), EMPTY, "it raises RuntimeError: max"),
     "dtype": (right(update=widening), KINDS, "state.step is .*float32.* before an update"),
@@ -298,10 +298,10 @@ def test_a_broken_transform_is_caught_for_the_right_reason(name: str) -> None:
     transform, sentence, found = BROKEN[name]
     with pytest.raises(AssertionError, match=found) as raised:
         check_transform(transform, name=name, compile="step")
-    told = str(raised.value)
-    assert told.startswith(f"{name}: {sentence}. Found that ")
+    reported = str(raised.value)
+    assert reported.startswith(f"{name}: {sentence}. Found that ")
     law = next(law for law in ALL_LAWS if law.sentence == sentence)
-    assert ". Smallest example: " in told and told.endswith(law.fix)
+    assert ". Smallest example: " in reported and reported.endswith(law.fix)
 
 
 @pytest.mark.parametrize(
@@ -345,10 +345,10 @@ RARE: dict[str, tuple[Any, str]] = {
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("rare", RARE)
 def test_what_an_update_does_seldom_is_found_by_the_kit_and_when_a_step_is_made(rare: str) -> None:
-    transform, told = clipping_when(RARE[rare][0]), RARE[rare][1]
-    with pytest.raises(AssertionError, match=f"{SHARDS}.*{told}"):
+    transform, reported = clipping_when(RARE[rare][0]), RARE[rare][1]
+    with pytest.raises(AssertionError, match=f"{SHARDS}.*{reported}"):
         check_transform(transform, max_examples=15)
-    with pytest.raises(fzero.ConfigError, match=f"transform: must be elementwise, .*{told}"):
+    with pytest.raises(fzero.ConfigError, match=f"transform: must be elementwise, .*{reported}"):
         fzero.plan(torch.nn.Linear(2, 2), {}, transform=transform)
 
 
@@ -381,8 +381,8 @@ def test_the_smallest_example_is_small_and_can_be_made_again() -> None:
     """Two shards of 32 elements each must hold something for a norm to show."""
     with pytest.raises(AssertionError, match=r"Smallest example: Updates\(") as raised:
         check_transform(right(update=clipping))
-    told = str(raised.value).partition("Smallest example: ")[2].partition(". Let each element")[0]
-    example = eval(told, {"Updates": Updates, "FlatLayout": FlatLayout})
+    reported = str(raised.value).partition("Smallest example: ")[2].partition(". Let each element")[0]
+    example = eval(reported, {"Updates": Updates, "FlatLayout": FlatLayout})
     assert 32 < example.layout.numel < 64 and (example.layout.world_size, example.num_updates) == (2, 1)
 
 
@@ -582,9 +582,9 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
     "state grows": (gather_by(growing), 0, STATE, r"init gives \[\] and gather"),
     "noise in the state": (gather_by(drawing)._replace(init=torch.zeros_like), 0, AGAIN, "two runs give"),
     "sends all": (reduce_by(sending_all), 0, SENDS, "bytes, the exact collectives"),
-    "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes tells of"),
+    "another plan": (EXACT._replace(nbytes=lambda numel, itemsize: 1), 0, PLANS, "nbytes returns"),
     "at once": (reducing(lambda total, *_: total), 0, LATE, r"gives \[nan"),
-    "silent": (gather_by(silent), 0, SENDS, "tells axis.observe of"),
+    "silent": (gather_by(silent), 0, SENDS, "to axis.observe"),
 }
 
 

@@ -156,9 +156,9 @@ def test_a_configuration_without_a_batch_keeps_its_micro_batches() -> None:
     ],
 )
 def test_a_wrong_block_is_told_with_its_key(block: Any, says: str) -> None:
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as reported:
         autotuning({"autotuning": block})
-    assert str(told.value).startswith(says)
+    assert str(reported.value).startswith(says)
 
 
 # --- the script and its results ----------------------------------------------------------------------------------
@@ -279,7 +279,7 @@ KEYS: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "zero_optimization"
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Asks this process, as its one rank, for something; what is asked next is what it told."""
+    """Asks this process, as its one rank, for something; what is asked next is what it answered."""
 
     def end(code: int) -> None:
         raise Ended
@@ -406,19 +406,21 @@ def test_a_search_survives_what_runs_out_of_memory_ends_with_the_best_and_repeat
     Path("c.json").write_text(json.dumps(keys))
     words = ["tune", "--memory", "1GB", "--stages", "1", "--json", "--num_procs", "1", "train.py", "--config", "c.json"]
     assert main(words) == 0
-    told = json.loads(capsys.readouterr().out)
-    failed = {one["name"]: one["reason"] for one in told["candidates"] if one["trial"] is not None and one["reason"]}
-    assert told["best"] == "stage 1 micro-batch 4" and failed == {
+    reported = json.loads(capsys.readouterr().out)
+    failed = {
+        one["name"]: one["reason"] for one in reported["candidates"] if one["trial"] is not None and one["reason"]
+    }
+    assert reported["best"] == "stage 1 micro-batch 4" and failed == {
         "stage 1 micro-batch 4 + checkpointing": "out of memory of 1 GB"
     }
     best = json.loads(Path("autotuning_results/best.json").read_text())
     assert best == {name: value for name, value in keys.items() if name != "autotuning"}
-    assert told["use"] == "fzero --num_procs 1 train.py --config autotuning_results/best.json"
+    assert reported["use"] == "fzero --num_procs 1 train.py --config autotuning_results/best.json"
     assert Path("autotuning_results/tuning.png").stat().st_size > 1000
     monkeypatch.setattr(Runs, "_run", None)  # a second search runs nothing
     assert main(words) == 0
     again = capsys.readouterr()
-    assert json.loads(again.out) == told and again.err == ""  # nothing is said to be planned or run
+    assert json.loads(again.out) == reported and again.err == ""  # nothing is said to be planned or run
     path = Path("autotuning_results/results.jsonl")
     path.write_text(path.read_text().replace('"refused"', '"why"'))
     with pytest.raises(TypeError, match="NoneType"):  # a plan of another version is made again
@@ -506,8 +508,8 @@ def test_a_mistake_is_told_in_a_line(
         found = main(["tune", *words])
     except SystemExit as error:
         found = error.code
-    told = capsys.readouterr().err
-    assert found == code and says in told and "Traceback" not in told
+    reported = capsys.readouterr().err
+    assert found == code and says in reported and "Traceback" not in reported
 
 
 @pytest.mark.parametrize(

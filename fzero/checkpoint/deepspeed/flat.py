@@ -172,7 +172,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
             fits = 0 <= held * world_size - numel < 2 * world_size  # DeepSpeed aligns to two elements
         if not fits:
             raise CheckpointError(
-                f"{WORD}: {found[0]} must have 1/{world_size} of the {numel} elements that {path.name} tells of group {index}, "
+                f"{WORD}: {found[0]} must have 1/{world_size} of the {numel} elements that {path.name} gives for group {index}, "
                 f"padded, and has {held}; take files of one save, all with the same tag"
             )
 

@@ -46,7 +46,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
         tensor = tensor_in(where)
         if tensor.numel() != numel:
             raise CheckpointError(
-                f"{WORD}: {where} must have the {numel} elements that {path.name} tells of, and has {tensor.numel()}; convert "
+                f"{WORD}: {where} must have the {numel} elements that {path.name} names, and has {tensor.numel()}; convert "
                 f"the checkpoint again (ds_to_universal)"
             )
         return tensor.reshape(-1)

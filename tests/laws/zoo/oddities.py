@@ -5,6 +5,7 @@ A class enters the table under its name. Its `body` maps (rows, WIDTH) to the li
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 from collections.abc import Callable
@@ -176,6 +177,51 @@ class ListOfAllParameters(Odd):
 
 
 @odd()
+class DataInAList(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.row = [self.inlet.weight.data], {"first": self.inlet.weight.detach()[0]}
+
+    def odd(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.kept[0]) + self.row["first"]
+
+
+@odd()
+class ViewInAList(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [self.inlet.weight.t(), self.outlet.bias.expand(3, WIDTH)]
+
+    def odd(self, x: Tensor) -> Tensor:
+        return x @ self.kept[0] + self.kept[1].sum(0)
+
+
+@odd()
+class BufferInAList(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.kept = [self.mean, self.mean[:4]]
+
+    def odd(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.kept[0].lerp_(x.mean(0), 0.5)
+            self.kept[1].add_(0.25)
+        return x - self.kept[0]
+
+
+@odd(refused="must not be read through a tensor that shares its memory and shows more")
+class PartsOfOneTensor(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torch.randn(2, WIDTH, WIDTH) / 4
+        self.inlet.weight, self.outlet.weight = nn.Parameter(self.all[0]), nn.Parameter(self.all[1])
+
+    def odd(self, x: Tensor) -> Tensor:
+        return x * self.all.norm()
+
+
+@odd()
 class ModuleInAList(Odd):
     """Has a module that it does not register: nobody trains that."""
 
@@ -342,6 +388,84 @@ class TogglesFlags(Odd):
         self.inlet.requires_grad_(False)
         x = x + self.inlet(x)
         self.inlet.requires_grad_(True)
+        return x
+
+
+@odd()
+class CopiesAModule(Odd):
+    def odd(self, x: Tensor) -> Tensor:
+        return copy.deepcopy(self.inlet)(x) @ copy.deepcopy(self.outlet.weight)
+
+
+@odd()
+class MarksAParameter(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet.weight.scale = 3.0
+
+    def odd(self, x: Tensor) -> Tensor:
+        return x * getattr(self.inlet.weight, "scale", 1.0)
+
+
+@odd()
+class AsksForType(Odd):
+    def odd(self, x: Tensor) -> Tensor:
+        return 2 * x if type(self.inlet.weight) is nn.Parameter else x
+
+
+@odd(refused="'outlet.weight': must keep its place in the module")
+class TiesInTheForward(Odd):
+    def odd(self, x: Tensor) -> Tensor:
+        self.outlet.weight = self.inlet.weight
+        return x
+
+
+@odd(refused="must not be changed in place by the forward")
+class TeacherOfAnotherUnit(Odd):
+    """Its teacher's unit has been left when the teacher's weight changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = linear().requires_grad_(False)
+
+    def odd(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for mean, weight in zip(self.teacher.parameters(), self.inlet.parameters(), strict=True):
+                mean.lerp_(weight, 0.1)
+        return x + self.teacher(x)
+
+
+@odd(refused="buffer 'mean': must not share memory with a parameter")
+class BufferOfAParameter(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.mean = self.inlet.bias.data
+        return x + self.mean
+
+
+@odd(refused="buffer 'mean': must have memory of its own where a forward changes it")
+class BuffersOfOneMemory(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(2, WIDTH))
+        self.register_buffer("row", self.mean[0])
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.mean.add_(0.5)
+        return x + self.row
+
+
+@odd(refused="buffer 'seen': must keep its shape and dtype")
+class ResizedBuffer(Odd):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1, WIDTH))
+
+    def odd(self, x: Tensor) -> Tensor:
+        self.seen.resize_(2, WIDTH)
         return x
 
 

@@ -1,7 +1,7 @@
 """`FlopsProfiler`, `get_model_profile`: operations, multiply-accumulates and parameters of a model's forward.
 
 Counted are matrix products, convolutions and attention, with torch's formulas. (DeepSpeed also counts activations and norms,
-which take less than a percent of a transformer.) `fzero.profile` measures backward and update, too.
+which take less than a percent of a transformer.) `fzero.profiling.profile` measures backward and update, too.
 """
 
 from __future__ import annotations

@@ -194,23 +194,25 @@ def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None
     check_modifier(modifier_rank, axis)
     engine.active_step()
     names = sorted({engine.live.name_of(param) for param in given})
-    outer, whole = engine.is_gathered, full_params(engine.train_step, engine.state, names)
+    live, outer = engine.live, engine.is_gathered
+    of_outer = {name: live.own[name].data for name in names if name in live.shown}
+    whole = of_outer | full_params(engine.train_step, engine.state, [name for name in names if name not in of_outer])
     before = {name: fingerprint(value) for name, value in whole.items()}
-    for name, value in whole.items():
-        engine.live.show(name, value)
-    engine.is_gathered = outer or (engine.train_step.plan.stage == 3 and not engine.live.is_away)
     try:
-        yield
+        with engine.showing(whole):
+            engine.is_gathered = outer or (engine.train_step.plan.stage == 3 and not live.is_away)
+            yield
+            values = {name: live.own[name].data for name in names}
     finally:
         engine.is_gathered = outer
-        values = {name: engine.live.own[name].data for name in names}
-        engine.show_state()
     if modifier_rank is not None:
         check_forms([(value, whole[name].shape) for name, value in values.items()], axis)
         for name, value in values.items():
             label = Label("other", name)
             agreed = collectives.broadcast(value.contiguous(), axis, source=modifier_rank, label=label)
             engine.state = with_weight(engine.train_step, engine.state, name, agreed)
+            if name in of_outer:
+                of_outer[name].copy_(agreed)
         return
     changed = [name for name, value in values.items() if fingerprint(value) != before[name]]
     refuse_changes(changed, axis)

@@ -1,4 +1,4 @@
-"""DeepSpeed's rule of thumb for the bytes of model states in stage 2. `print(engine.train_step.plan)` tells the exact ones."""
+"""DeepSpeed's rule of thumb for the bytes of model states in stage 2. `print(engine.train_step.plan)` prints the exact ones."""
 
 from fzero.engine.optimizer import EngineOptimizer as DeepSpeedZeroOptimizer
 from fzero.estimation.zero_formulas import (

@@ -40,6 +40,8 @@ class DataAnalyzer:
             itself.
     """
 
+    comm_group: Any = None
+
     def __init__(
         self,
         dataset: Dataset[Any],
@@ -66,6 +68,16 @@ class DataAnalyzer:
                 "DataAnalyzer: specific_threads and custom functions must be left out, which here have no files to work on; give "
                 "metric_functions, or use fzero.data.measure"
             )
+        given = {"metric_names": metric_names, "metric_functions": metric_functions, "metric_types": metric_types}
+        if len({*map(len, given.values())}) > 1:
+            counts = ", ".join(f"{name} {len(x)}" for name, x in given.items())
+            raise ConfigError(f"DataAnalyzer: must have a name, a function and a type for each metric, got {counts}")
+        if worker_id not in range(num_workers):
+            raise ConfigError(
+                f"DataAnalyzer: worker_id must be of 0 … {num_workers - 1}, got {worker_id}; pass num_workers, too"
+            )
+        if not len(dataset):  # type: ignore[arg-type]
+            raise ConfigError("DataAnalyzer: the dataset must have samples, and is empty; pass another")
         for kind in metric_types:
             if kind not in ("single_value_per_sample", "accumulate_value_over_samples"):
                 raise ConfigError(
@@ -125,12 +137,16 @@ class DataAnalyzer:
             write_metric(self.save_path, name, _metric(in_order, samples), in_order=in_order)
 
     def run_map_reduce(self, comm_group: Any = None) -> None:
-        """Both, with a barrier before and after the second, which worker 0 does. *Collective:* every rank."""
+        """Both, with a barrier before and after the second, which worker 0 does.
+
+        *Collective:* every rank of `comm_group`, a process group; by default that of a `DistributedDataAnalyzer`, or all.
+        """
+        group = self.comm_group if comm_group is None else comm_group
         self.run_map()
-        _barrier()
+        comm.barrier(group)
         if self.worker_id == 0:
             self.run_reduce()
-        _barrier()
+        comm.barrier(group)
 
     def _places(self, start: int, size: int) -> NDArray[np.int64]:
         places = range(start, start + size)
@@ -180,6 +196,7 @@ class DistributedDataAnalyzer(DataAnalyzer):
             metric_functions=metric_functions, metric_types=metric_types, save_path=save_path, collate_fn=collate_fn,
             sample_indices=sample_indices,
         )  # fmt: skip
+        self.comm_group = comm_group
 
 
 def _metric(values: NDArray[Any], samples: NDArray[Any]) -> Metric:
@@ -193,8 +210,3 @@ def _index_of(batch: Any) -> Any:
     return (
         batch["index"].reshape(len(batch["index"]), -1)[:, 0] if isinstance(batch, dict) and "index" in batch else None
     )
-
-
-def _barrier() -> None:
-    if comm.is_initialized():
-        comm.barrier()

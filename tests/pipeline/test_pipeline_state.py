@@ -1,0 +1,220 @@
+"""Where the state of a pipeline comes from and goes to: `meta`, files of weights, optimizer state in files, 16-bit exports."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from test_pipelines import Block, Case, End, Norm, Start, data, flip, layers, simulated, tied_layers
+from torch import Tensor, nn
+
+import fzero
+from fzero.estimation import estimate_layers
+from fzero.pipeline import LayerSpec, Pipeline, PipelineModule
+from sharding import Mesh
+
+
+class Flip(nn.Module):
+    def forward(self, given: Any) -> Any:
+        return flip(given)
+
+
+class Blank(Start):
+    """A first layer that can be filled: its own parameter is a module's."""
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.unused, 2.0)
+
+
+class Scaled(Block):
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.scale, 0.5)
+
+
+def sequential() -> nn.Sequential:
+    return nn.Sequential(Blank(), Scaled(), Scaled(p=0.1), Scaled(), Norm(in_place=True), Flip(), End())
+
+
+def specs() -> list[Any]:
+    blocks = [LayerSpec(Scaled), LayerSpec(Scaled, p=0.1), LayerSpec(Scaled)]
+    return [LayerSpec(Blank), *blocks, LayerSpec(Norm, True), flip, LayerSpec(End)]
+
+
+def step_of(model: Any, stages: int, pipeline: Any = "1f1b") -> fzero.TrainStep:
+    case = Case(stages)
+    mesh = fzero.comms.AbstractAxis.of(case.mesh)
+    loss_fn = None if isinstance(model, PipelineModule) else case.loss_fn
+    return fzero.make_train_step(model, case.config(), mesh=mesh, pipeline=pipeline, loss_fn=loss_fn)
+
+
+def module(stages: int) -> PipelineModule:
+    return PipelineModule(specs(), num_stages=stages, loss_fn=Case().loss_fn)
+
+
+def trained(step: fzero.TrainStep, weights: str | None = None) -> tuple[list[float], dict[str, Tensor]]:
+    ranks: Any = fzero.simulate(step, by="lockstep")
+    state = ranks.init() if weights is None else fzero.load_weights(weights, step=ranks)
+    losses = []
+    for batch in data(2, 4, 2):
+        state, metrics = ranks(state, batch)
+        losses.append(metrics.loss.item())
+    return losses, ranks.gather(state)
+
+
+def assert_same(one: Any, other: Any) -> None:
+    assert one[0] == other[0] and one[1].keys() == other[1].keys()
+    assert all(torch.equal(x, other[1][name]) for name, x in one[1].items())
+
+
+def test_a_plain_sequential_trains_with_the_same_bits_on_all_stages_and_from_meta(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = sequential()
+    wanted = trained(step_of(model, 1))
+    assert_same(trained(step_of(model, 2)), wanted)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with torch.device("meta"):
+        empty = sequential()
+    first = trained(step_of(empty, 1))
+    assert first[0] != wanted[0]
+    assert_same(trained(step_of(empty, 3, "zero_bubble")), first)  # the same values, whatever the stages
+    assert_same(trained(step_of(empty, 3), str(tmp_path)), wanted)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+
+
+@pytest.mark.long
+def test_layers_described_by_specs_may_be_built_on_meta(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = sequential()
+    wanted = trained(step_of(model, 1))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    on_meta = Pipeline(device="meta")
+    made = [trained(step_of(module(stages), stages, on_meta)) for stages in (1, 2, 4)]
+    for other in made[1:]:
+        assert_same(other, made[0])
+    step = step_of(module(2), 2, on_meta)
+    assert all(p.is_meta for p in step.runtime.recipe.model.parameters())
+    assert_same(trained(step, str(tmp_path)), wanted)
+
+
+@pytest.mark.long
+def test_stages_cut_by_cost_train_with_the_same_bits() -> None:
+    tokens = torch.zeros(2, 5, dtype=torch.int64, device="meta")
+    costs = estimate_layers(module(2), Case().config(), batch=(tokens, tokens), data=2)
+    wanted = trained(step_of(module(1), 1))
+    step = step_of(module(2), 2, Pipeline(partition=costs))
+    assert_same(trained(step), wanted)
+    assert_same(trained(step_of(module(2), 2, Pipeline(partition=[0, 1, 7]))), wanted)
+
+
+# --- files --------------------------------------------------------------------------------------------------------------
+
+
+def in_files(path: Path) -> dict[str, Any]:
+    block = {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "zero_optimization": {"stage": 1, "sub_group_size": 64, "offload_optimizer": block},
+        "bf16": {"enabled": True},
+        "data_types": {"buffer_dtype": "bf16"},
+    }
+
+
+@pytest.mark.long
+def test_optimizer_state_in_files_gives_the_same_bits(tmp_path: Path) -> None:
+    keys = in_files(tmp_path / "files")
+    wanted = simulated(Case(2, keys={key: value for key, value in keys.items() if key != "zero_optimization"}))
+    for stages, stage in ((1, 1), (2, 1), (4, 1), (2, 3)):
+        case = Case(stages, keys=keys | {"zero_optimization": keys["zero_optimization"] | {"stage": stage}})
+        assert any(p.kind == "nvme" for p in case.step().plan.placements.values())
+        assert str(simulated(case)[0]) == str(wanted[0])
+    with pytest.raises(fzero.ConfigError, match=r"where stages tie layers, .* got 'nvme' with the tied embed"):
+        simulated(Case(2, made=tied_layers, keys=keys))
+
+
+@pytest.mark.long
+def test_state_in_files_is_saved_loaded_and_moved_to_other_stages(tmp_path: Path) -> None:
+    first, other = (fzero.simulate(Case(stages, keys=in_files(tmp_path)).step(), by="lockstep") for stages in (2, 4))
+    batches = data(3, 4, 2)
+    state, _ = first(first.init(), batches[0])
+    fzero.save(state, tmp_path / "saved", step=first)
+    moved = fzero.reshard(state, first, other)
+    loaded = fzero.load(tmp_path / "saved", step=other).state
+    curves = []
+    for ranks, own in ((first, state), (other, moved), (other, loaded)):
+        for batch in batches[1:]:
+            own, metrics = ranks(own, batch)
+        curves.append(metrics.loss.item())
+    assert len(set(curves)) == 1
+
+
+def trains_in_files(path: str) -> list[float]:
+    """On a real rank; two stages have ranks of the same number in "data", and files of their own."""
+    case = Case(2, num_data=1, keys=in_files(Path(path)))
+    step = case.step(case.mesh)
+    state, losses = step.init(), []
+    for batch in data(2, 4, 1):
+        state, metrics = step(state, tuple(x[0] for x in batch))
+        losses.append(metrics.loss.item())
+    return losses
+
+
+def test_ranks_of_two_stages_keep_files_in_one_folder(ranks: RankPool, tmp_path: Path) -> None:
+    keys = in_files(tmp_path) | {"zero_optimization": {"stage": 1}}
+    wanted = [loss for loss, *_ in simulated(Case(2, num_data=1, num_steps=2, keys=keys))[0]]
+    assert ranks(2, trains_in_files, str(tmp_path)) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("made", [tied_layers, pytest.param(layers, marks=pytest.mark.long)])
+def test_weights_of_all_stages_are_exported_in_16_bits(made: Any, tmp_path: Path) -> None:
+    found = []
+    for stages in (1, 3):
+        ranks = fzero.simulate(Case(stages, made=made).step(), by="lockstep")
+        state = ranks.init()
+        fzero.checkpoint.save_16bit_model(state, tmp_path / str(stages), step=ranks)
+        found.append(ranks.gather(fzero.load_weights(tmp_path / str(stages), step=ranks)))
+        full = ranks.gather(state)
+        for name, x in found[-1].items():
+            assert torch.equal(
+                x,
+                full[name].bfloat16().float()
+                if full[name].is_floating_point() and "running" not in name
+                else full[name],
+            )
+    assert found[0].keys() == found[1].keys()
+    assert all(torch.equal(x, found[1][name]) for name, x in found[0].items())
+    files = [sorted(path.name for path in (tmp_path / str(stages)).iterdir()) for stages in (1, 3)]
+    assert files[0] == files[1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("has_files", [False, True])
+def test_stages_without_parameters_train_save_load_move_and_export(has_files: bool, tmp_path: Path) -> None:
+    keys = in_files(tmp_path / "files") if has_files else {}
+    case = Case(
+        3,
+        keys={key: keys[key] for key in keys if key == "zero_optimization"}
+        | {"train_batch_size": 12, "gradient_accumulation_steps": 3},
+    )
+    batch = tuple(torch.randn(12, 5) for _ in range(2))
+
+    def made(stages: int, num_data: int) -> Any:
+        specs = [LayerSpec(nn.Linear, 5, 7), torch.tanh, torch.relu, LayerSpec(nn.Linear, 7, 5)]
+        model = PipelineModule(specs, num_stages=stages, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+        mesh = fzero.comms.AbstractAxis.of(Mesh.of(pipe=stages, data=num_data))
+        return fzero.simulate(fzero.make_train_step(model, case.config(), mesh=mesh), by="lockstep")
+
+    def after(ranks: Any, state: Any) -> tuple[Any, float]:
+        state, metrics = ranks(state, tuple(x.reshape(ranks.plan.world_size, -1, 5) for x in batch))
+        return state, metrics.loss.item()
+
+    first, other = made(4, 2), made(1, 2)
+    state, loss = after(first, first.init())
+    assert loss == after(other, other.init())[1]
+    fzero.save(state, tmp_path / "saved", step=first)
+    fzero.checkpoint.save_16bit_model(state, tmp_path / "weights", step=first)
+    wide = made(3, 2)
+    moved, loaded = fzero.reshard(state, first, wide), fzero.load(tmp_path / "saved", step=wide).state
+    fzero.load_weights(tmp_path / "weights", step=wide)
+    assert len({after(*pair)[1] for pair in ((first, state), (wide, moved), (wide, loaded))}) == 1
