@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import os
-import re
 import shutil
 import statistics
 from collections.abc import Iterator
@@ -211,46 +210,52 @@ def warnings(rows: list[Row], dtype: str) -> Iterator[str]:
             yield f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the others' {middle:.5f}"
 
 
+COLOURS = {"PyTorch's own": "#4f6d8f", "DeepSpeed": "#b5bfc9", "fzero": "#d9622b"}
+SHADES = {"fzero block": "#e8965f", "fzero step": "#8f3a12", "fzero engine": "#e8965f"}
+
+
+def kind_of(contender: str) -> str:
+    """Whose it is: the colour of its bars."""
+    name = contender.removesuffix(" + compile")
+    return name if name in {**COLOURS, **SHADES} else "PyTorch's own"
+
+
 def draw(rows: list[Row], path: Path) -> None:
-    """Per size: step times over the fastest peer's of the stage, with the goal and the floor; below it, peak memory."""
+    """Per size: step times over the floor of the stage, and below them peak memory. Shorter bars are better in both."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = {"fzero": "#d9622b", "DeepSpeed": "#a3afbb"}
     sizes = list(dict.fromkeys(row.size for row in rows))
-    figure, axes = pyplot.subplots(2, len(sizes), figsize=(9 * len(sizes), 8), squeeze=False, layout="constrained")
+    bars = [row for row in rows if row.to_floor and not row.is_bound]
+    colours = {kind: {**COLOURS, **SHADES}[kind] for kind in dict.fromkeys(kind_of(row.contender) for row in bars)}
+    figure, axes = pyplot.subplots(2, len(sizes), figsize=(7.5 * len(sizes), 7), squeeze=False, layout="constrained")
     for size, (times, memory) in zip(sizes, axes.T):
-        stop, names = 0.0, {}
-        for stage in sorted({row.stage for row in rows if row.size == size and row.to_fastest_peer}):
-            of_stage = [row for row in rows if (row.size, row.stage) == (size, stage) and row.to_fastest_peer]
-            bars = [row for row in of_stage if not row.is_bound]
-            start, stop = stop + 0.6, stop + 0.6 + len(bars)
-            for i, row in enumerate(bars):
-                x, colour = start + i + 0.5, colours.get(row.contender.split()[0], "#4f6d8f")
-                names[x] = "\n".join(re.findall(r"[A-Z]+[a-z0-9]*|[a-z]+|\+ \w+", row.contender))  # a word per line
-                times.bar(x, row.to_fastest_peer, width=0.86, color=colour)
-                times.annotate(f"{row.median_ms:.0f}", (x, 0.02), ha="center", color="white", fontsize=8)
-                memory.bar(x, row.peak_mb, width=0.86, color=colour)
-                memory.annotate(f"{row.peak_mb:.0f}", (x, row.peak_mb), ha="center", va="bottom", fontsize=8)
-            floor = next((row.to_fastest_peer for row in of_stage if row.contender == "floor"), float("nan"))
-            lines = (("fastest peer", 1.0, "-"), ("goal", GOAL[stage], "--"), ("1.1 × floor", FLOOR_GOAL * floor, ":"))
-            for label, height, style in (*lines, ("floor", floor, "-.")):
-                label = label if start == 0.6 else None
-                times.hlines(height, start, stop, color="black", linestyle=style, linewidth=1.3, label=label)
-            for axis in (times, memory):
-                centre = ((start + stop) / 2, -0.26)
-                axis.annotate(f"stage {stage}", centre, xycoords=("data", "axes fraction"), ha="center", weight="bold")
-        times.set_title(size)
-        times.set_ylabel("step time / fastest peer's of the stage (white: ms)")
-        times.legend(loc="lower center", bbox_to_anchor=(0.5, 1.06), ncols=4, frameon=False)
-        memory.set_ylabel("peak resident memory of a rank, MB")
+        stages, place = dict[float, str](), 0.0
+        for stage in sorted({row.stage for row in bars if row.size == size}):
+            of_stage = [row for row in bars if (row.size, row.stage) == (size, stage)]
+            peer = next((row.contender for row in of_stage if kind_of(row.contender) == "PyTorch's own"), "")
+            stages[place + (len(of_stage) - 1) / 2] = f"stage {stage}\n{peer.removesuffix(' + compile')}"
+            for row in of_stage:
+                how = {"width": 0.86, "color": colours[kind_of(row.contender)]}
+                times.bar(place, row.to_floor, **how)
+                times.annotate(f"{row.median_ms:.0f}", (place, row.to_floor), ha="center", va="bottom", fontsize=8)
+                memory.bar(place, row.peak_mb, **how)
+                memory.annotate(f"{row.peak_mb:.0f}", (place, row.peak_mb), ha="center", va="bottom", fontsize=8)
+                place += 1
+            place += 0.8
+        times.axhline(1, color="black", linewidth=1.2)
+        times.annotate(" floor", (place - 0.9, 1.02), ha="left", va="bottom", fontsize=9)
+        times.set(title=size, ylabel="step time / floor (shorter is faster)\non the bars: ms")
+        memory.set(ylabel="peak memory of a rank\nMB (shorter is better)")
         for axis in (times, memory):
-            axis.set_xticks(list(names), list(names.values()), fontsize=8)
+            axis.set_xticks(list(stages), list(stages.values()))
             axis.tick_params(axis="x", length=0)
             axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
+    figure.legend(handles, list(colours), loc="outside upper center", ncols=len(colours), frameon=False, fontsize=11)
+    figure.savefig(path, dpi=110)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -302,7 +307,7 @@ def main() -> None:
             console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     results = {"rows": [dataclasses.asdict(row) for row in rows], "steps": steps}
     (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
-    if any(row.to_fastest_peer for row in rows):
+    if any(row.to_floor for row in rows):
         draw(rows, arguments.out / "peers.png")
     console.print(f"wrote {arguments.out}: results.json, peers.png, logs", highlight=False)
 

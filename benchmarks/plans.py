@@ -1,13 +1,16 @@
-"""Is a plan right? Planned bytes and seconds beside those of real steps, over models, stages, dtypes and checkpointing.
+"""Is a plan right? Planned bytes and seconds beside those of real steps, over models, stages, dtypes and variants.
 
-    python benchmarks/plans.py memory            about a quarter of an hour; other work on the machine does not matter
-    python benchmarks/plans.py time              seven minutes on a quiet machine
-    python benchmarks/plans.py memory --models GPT --stages 0,3 --out out/mine
+    python benchmarks/plans.py memory            an hour; other work on the machine does not matter
+    python benchmarks/plans.py time              half an hour on a quiet machine
+    python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files --out out/mine
+
+Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in files.
 
 Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by
-`fzero.estimation.compare_plans` with `device="cpu"`. Of three numbers for each case the plan is compared with what was
+`fzero.estimation.compare_plans` with `device="cpu"`. Of four numbers for each case the plan is compared with what was
 measured: bytes of *model state* (resident when only the state is left, beyond what there was before `init`), of the
-*rest* between steps (with the working buffers that a step keeps on a CPU), and at the *peak* of a step. glibc gives
+*rest* between steps (with the working buffers that a step keeps on a CPU), at the *peak* of a step, and of the *activations*:
+the peak beyond the rest. glibc gives
 memory back at once, so that what is resident is what is held; a small model of the same kind has run before, so that
 libraries are loaded. Seconds are the median of steps of processes that keep their memory, at rates that two processes
 measure at once (`fzero.profiling.measure_rates(num_ranks=2)`) before and after the cases.
@@ -40,7 +43,7 @@ from fzero.common import print_report
 NUM_RANKS, CONTEXT = 2, 128
 NUM_ROWS = {"memory": 4, "time": 2}
 GIVES_BACK = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_THRESHOLD_": str(1 << 17)}
-BARS = {"state": 0.05, "rest": 0.1, "peak": 0.1}
+BARS = {"state": 0.05, "rest": 0.1, "peak": 0.1, "activations": 0.05}
 
 
 def gpt(blocks: int) -> nn.Module:
@@ -66,8 +69,38 @@ def bert(blocks: int) -> nn.Module:
     )  # fmt: skip
 
 
-MODELS: dict[str, Callable[[int], nn.Module]] = {"GPT": gpt, "Llama": llama, "BERT": bert}
-NUM_BLOCKS = {"GPT": 8, "Llama": 6, "BERT": 6}
+class Residual(nn.Module):
+    """Two convolutions beside the identity."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        convs = [nn.Conv2d(width, width, 3, padding=1, bias=False) for _ in range(2)]
+        self.inner = nn.Sequential(convs[0], nn.BatchNorm2d(width), nn.ReLU(), convs[1], nn.BatchNorm2d(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x + self.inner(x)).relu()
+
+
+class ConvNet(nn.Module):
+    """A residual network on images of 32 × 32."""
+
+    def __init__(self, blocks: int, width: int = 128) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1)
+        self.blocks = nn.ModuleList(Residual(width) for _ in range(blocks))
+        self.head = nn.Linear(width, 1000)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = self.stem(images)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x.mean((2, 3))), labels)
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {"GPT": gpt, "Llama": llama, "BERT": bert, "convnet": ConvNet}
+NUM_BLOCKS = {"GPT": 8, "Llama": 6, "BERT": 6, "convnet": 12}
+RETURNS_LOSS = ("GPT", "convnet")
+"""The models that take a tuple and return their loss."""
 
 
 def built(name: str, blocks: int) -> nn.Module:
@@ -76,9 +109,14 @@ def built(name: str, blocks: int) -> nn.Module:
     return model.train()
 
 
-def batch_of(name: str, rows: int) -> Any:
+def batch_of(name: str, rows: int, *, of_step: int = 1) -> Any:
+    """One micro-batch, or those of a step together."""
+    rows *= of_step
+    if name == "convnet":
+        images = torch.arange(rows * 3 * 32 * 32, dtype=torch.float32).view(rows, 3, 32, 32)
+        return images.sin(), torch.arange(rows) % 1000
     tokens = torch.arange(rows * CONTEXT).view(rows, CONTEXT) % 256
-    return (tokens, tokens) if name == "GPT" else {"input_ids": tokens, "labels": tokens}
+    return (tokens, tokens) if name in RETURNS_LOSS else {"input_ids": tokens, "labels": tokens}
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -86,10 +124,26 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def keys_of(stage: int, precision: str, checkpointed: bool) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 10_000}
-    checkpointing = {"activation_checkpointing": {"every": 1}} if checkpointed else {}
-    return {"bf16": {"enabled": precision == "bf16"}, "zero_optimization": zero, **checkpointing}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "checkpointed": {"activation_checkpointing": {"every": 1}},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "files": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/fzero-plans"}}},
+}
+"""The keys that each variant sets. (Host memory is the device's on a CPU, so offload is to files.)"""
+
+
+def keys_of(name: str, stage: int, precision: str, variant: str, rows: int) -> dict[str, Any]:
+    own = VARIANTS[variant]
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 10_000, **own.get("zero_optimization", {})}
+    is_low = precision == "bf16"
+    sizes = {"train_micro_batch_size_per_gpu": rows}
+    keys = {**own, **sizes, "bf16": {"enabled": is_low, "auto_cast": is_low}, "zero_optimization": zero}
+    if name == "convnet" and is_low:
+        keys["data_types"] = {
+            "buffer_dtype": "bfloat16"
+        }  # a batch norm on a CPU takes statistics of its own dtype only
+    return keys
 
 
 # --- measured ----------------------------------------------------------------------------------------------------
@@ -112,7 +166,7 @@ def train(name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: in
     torch.manual_seed(0)
     step = fzero.make_train_step(built(name, blocks), keys, loss_fn=loss_of)
     with torch.no_grad():
-        state, batch = step.init(init_fn=fill), batch_of(name, rows)
+        state, batch = step.init(init_fn=fill), batch_of(name, rows, of_step=step.plan.num_micro_steps)
     seconds = []
     for index in range(num_steps):
         if index == 2:  # what is learned and kept is there
@@ -122,6 +176,7 @@ def train(name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: in
         state, _ = step(state, batch)
         seconds.append(time.perf_counter() - began)
     found = {"peak": status("VmHWM"), "rest": status("VmRSS"), "seconds": statistics.median(seconds[2:] or seconds)}
+    found["activations"] = found["peak"] - found["rest"]
     del step, batch
     gc.collect()
     return found | {"state": status("VmRSS")}
@@ -140,7 +195,7 @@ def run_rank(name: str, keys: dict[str, Any], num_steps: int, rows: int, rank: i
     gc.collect()
     before = status("VmRSS")
     found = train(name, NUM_BLOCKS[name], keys, num_steps, rows)
-    pipe.send({key: value - before * (key != "seconds") for key, value in found.items()})
+    pipe.send({key: value - before * (key not in ("seconds", "activations")) for key, value in found.items()})
     fzero.shutdown()
 
 
@@ -180,7 +235,7 @@ def planned(
     name: str, keys: dict[str, Any], machine: fzero.graph.MachineModel, rows: int
 ) -> fzero.estimation.Candidate:
     batch, model = batch_of(name, rows), built(name, NUM_BLOCKS[name])
-    model = model if name == "GPT" else Wrapped(model)
+    model = model if name in RETURNS_LOSS else Wrapped(model)
     compared = fzero.estimation.compare_plans(
         model, keys, world_size=NUM_RANKS, batch=batch, machine=machine, device="cpu"
     )
@@ -189,17 +244,20 @@ def planned(
 
 # --- the tables --------------------------------------------------------------------------------------------------
 
-Case = tuple[str, int, str, bool]
-
 
 def run(args: argparse.Namespace, console: Console, machine: fzero.graph.MachineModel) -> Iterator[dict[str, Any]]:
     stages, models = map(int, args.stages.split(",")), args.models.split(",")
     num_steps, rows = args.steps if args.what == "time" else 4, NUM_ROWS[args.what]
-    for name, precision, checkpointed, stage in product(models, ("fp32", "bf16"), (False, True), list(stages)):
-        keys = keys_of(stage, precision, checkpointed)
+    dtypes, variants = args.dtypes.split(","), args.variants.split(",")
+    for name, precision, variant, stage in product(models, dtypes, variants, list(stages)):
+        if variant == "files" and stage == 0:
+            continue  # every rank would write all of it
+        keys = keys_of(name, stage, precision, variant, rows)
         found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
-        case = {"model": name, "precision": precision, "checkpointed": checkpointed, "stage": stage}
+        of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files
+        of_plan["activations"] = of_plan["peak"] - of_plan["rest"]
+        case = {"model": name, "precision": precision, "variant": variant, "stage": stage}
         yield case | {
             "measured": found,
             "planned": of_plan | {"seconds": plan.seconds},
@@ -212,12 +270,12 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
 
 def table_of(cases: list[dict[str, Any]], names: tuple[str, ...], scale: float, unit: str) -> Table:
     table = Table(title=f"planned / measured, {unit} on a rank", title_justify="left")
-    for column in ("model", "dtype", "checkpointed", "stage"):
+    for column in ("model", "dtype", "variant", "stage"):
         table.add_column(column)
     for name in names:
         table.add_column(f"{name}\nplanned, measured, ratio", justify="right")
     for case in cases:
-        row = [case["model"], case["precision"], "yes" if case["checkpointed"] else "", str(case["stage"])]
+        row = [case["model"], case["precision"], case["variant"], str(case["stage"])]
         for name in names:
             a, b = case["planned"][name], case["measured"][name]
             row.append(f"{a / scale:.3g}  {b / scale:.3g}  {a / b:.2f}")
@@ -231,7 +289,7 @@ def errors(cases: list[dict[str, Any]], name: str) -> list[float]:
 
 def ranking(cases: list[dict[str, Any]], *, by: tuple[str, ...], margin: float = 0.03) -> tuple[int, int]:
     """Of pairs of cases that differ in nothing but `by`, and in time by more than the margin: how many the plan ranks right."""
-    fields = ("model", "precision", "checkpointed", "stage")
+    fields = ("model", "precision", "variant", "stage")
     right = total = 0
     for index, a in enumerate(cases):
         for b in cases[:index]:
@@ -249,6 +307,8 @@ def main() -> None:
     parser.add_argument("what", choices=("memory", "time"))
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--stages", default="0,1,2,3")
+    parser.add_argument("--dtypes", default="fp32,bf16")
+    parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=6, help="of each case, for times; two do not count")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/plans"))
@@ -262,7 +322,7 @@ def main() -> None:
         print_report(rate)
     cases = list(run(args, console, rates[0].machine if rates else fzero.graph.MachineModel()))
     if args.what == "memory":
-        print_report(table_of(cases, ("state", "rest", "peak"), 1e6, "MB"))
+        print_report(table_of(cases, tuple(BARS), 1e6, "MB"))
         for name, bar in BARS.items():
             found = errors(cases, name)
             missed = sum(abs(error) > bar for error in found)
@@ -274,7 +334,7 @@ def main() -> None:
         print_report(table_of(cases, ("seconds",), 1.0, "s"))
         found = errors(cases, "seconds")
         console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")
-        for by in (("stage",), ("checkpointed",), ("stage", "checkpointed"), ("precision",)):
+        for by in (("stage",), ("variant",), ("stage", "variant"), ("precision",)):
             right, total = ranking(cases, by=by)
             console.print(
                 f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} are ranked right"

@@ -242,8 +242,10 @@ class Mesh:
 
     def axis_size(self, name: str) -> int:
         """The number of ranks along the axis `name`."""
-        self._check_known(name)
-        return dict(self.axes)[name]
+        for axis, size in self.axes:  # asked for often, and there are few
+            if axis == name:
+                return size
+        raise ValueError(f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}")
 
     def coordinate(self, rank: int) -> dict[str, int]:
         """The index of `rank` along each axis.
@@ -264,7 +266,7 @@ class Mesh:
         5
         """
         for name in coordinate:
-            self._check_known(name)
+            self.axis_size(name)
         rank = 0
         for name, size in self.axes:
             if name not in coordinate:
@@ -293,10 +295,6 @@ class Mesh:
         for axis in spec.axes:
             shard = shard * self.axis_size(axis) + coordinate[axis]
         return shard
-
-    def _check_known(self, name: str) -> None:
-        if name not in self.names:
-            raise ValueError(f"Mesh: unknown axis {name!r}; this mesh has {', '.join(map(repr, self.names))}")
 
 
 def _check_differ(owner: str, names: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, make_train_step
@@ -159,7 +159,7 @@ def _machine(given: argparse.Namespace) -> MachineModel:
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
-        own["flops_fp32"] = None  # of all dtypes
+        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # of all dtypes and operators
     return replace(machine, **own)
 
 
@@ -180,7 +180,8 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
         return _under(found, batch_text, compared), _subject(found, batch_text) | compared.as_dict()
     host, disk = (inf if nbytes is None else nbytes for nbytes in (given.host, given.disk))
     how |= {"device_nbytes": given.fit, "host_nbytes": host, "disk_nbytes": disk, "nvme_path": given.nvme}
-    fitting = fit(found.model, given.config, **how)
+    with _progress() as progress:
+        fitting = fit(found.model, given.config, progress=progress, **how)
     if fitting.best is None:
         print_report(fitting, stderr=True)
     data = _subject(found, batch_text) | {"config": fitting.config} | fitting.as_dict()  # an error where nothing fits
@@ -190,6 +191,17 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
     if given.picture and fitting.best is not None:
         _draw(given.picture, f"{found.description}, {fitting.best.name}", fitting.best.column.step)
     return _under(found, batch_text, fitting), data
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """Inside, a bar on stderr counts configurations; there is none where stderr is no terminal."""
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("configurations")
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _plan_pipe(

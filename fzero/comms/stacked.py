@@ -16,6 +16,8 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.comms import primitives
@@ -50,6 +52,48 @@ class _InTurn(torch.autograd.Function):
             # Each rank may write into a tensor that is the same on all, such as a gradient in stage 0.
             function(*(x.clone() if dim is None else x.select(dim, rank) for x, dim in pairs))
         return anchor.new_empty(0), None
+
+
+class _Attention(torch.autograd.Function):
+    """Attention of all ranks in one call of the kernel; `torch.vmap` would call it for each rank, and copy."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        raise AssertionError("the tensors have no dimension of ranks")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]
+    ) -> tuple[Tensor, int]:
+        """The ranks become a part of the batch: (W, B, H, T, D) is (W·B, H, T, D)."""
+        size = info.batch_size
+
+        def folded(x: Tensor, dim: int | None) -> Tensor:
+            return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
+
+        out = _attend(folded(q, in_dims[0]), folded(k, in_dims[1]), folded(v, in_dims[2]), **options)
+        return out.view(size, -1, *out.shape[1:]), 0
+
+
+_attend = torch.nn.functional.scaled_dot_product_attention
+
+
+class _OneAttention(TorchFunctionMode):
+    """Inside, attention without a mask tensor and without dropout is `_Attention`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        options = {name: value for name, value in kwargs.items() if name not in ("attn_mask", "dropout_p")}
+        is_plain = len(args) == 3 and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
+        if func is _attend and is_plain and all(x.dim() == 4 and is_batchedtensor(x) for x in args):
+            return _Attention.apply(*args, options)  # type: ignore[no-untyped-call]
+        return func(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +185,8 @@ class Stacked:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
             on_all = torch.vmap(one, in_dims=(0, 0, *in_dims), randomness="different")
-            tensors = iter(on_all(ranks, shards, *args))
+            with nullcontext() if torch.compiler.is_compiling() else _OneAttention():
+                tensors = iter(on_all(ranks, shards, *args))
             treespec, *leaves = others
             result: T = treespec.unflatten(next(tensors) if is_tensor else x for x, is_tensor in leaves)
             return result

@@ -18,7 +18,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
@@ -31,6 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.common.flops import flops_of_call
 from fzero.config.config import Config
 from fzero.estimation.ledger import Device
+from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, choose_modules
@@ -43,11 +44,17 @@ from sharding.views import torch_dtype
 
 
 class Work(NamedTuple):
-    """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
+    """The cost of one operator: floating point operations, bytes read and written, whether its dtype exceeds 16 bits, and
+    whether it is fused attention."""
 
     flops: int
     nbytes: int
     is_wide: bool
+    is_attention: bool = False
+
+    def seconds(self, machine: MachineModel) -> float:
+        """Its duration."""
+        return machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, is_attention=self.is_attention)
 
 
 class TraceEvent(NamedTuple):
@@ -74,6 +81,15 @@ class Traced:
     nbytes: int
     flops: int
     events: tuple[TraceEvent, ...] = ()
+    sizes: Mapping[str, tuple[int, int]] = field(default_factory=dict, repr=False)
+    """By module that ran: the bytes of the floating tensors that it took and returned first."""
+    _seconds: dict[MachineModel, tuple[float, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def seconds(self, machine: MachineModel) -> tuple[float, ...]:
+        """The duration of the work of each event."""
+        if machine not in self._seconds:
+            self._seconds[machine] = tuple(sum(work.seconds(machine) for work in event.work) for event in self.events)
+        return self._seconds[machine]
 
     @property
     def host_nbytes(self) -> int:
@@ -158,8 +174,8 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    is_wide = any(x.dtype.itemsize > 2 for x in read if x.is_floating_point())
-    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide)
+    is_wide = made[0].dtype.itemsize > 2  # of operators that are counted; attention also reads sums in fp32
+    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, "attention" in name)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -213,13 +229,14 @@ def trace_activations(
             bound(model, layout.aliases, recorder.fetch, buffers),
             _checkpointed(model, chosen, alive.moves if on_host and device == "cuda" else None),
             saved_tensors_hooks(recorder.pack, recorder.unpack),
+            _sizes_of_modules(model) as sizes,
             alive,
         ):
             loss, _ = loss_of(model, loss_fn, fake_batch, reduces_by_sum=False, autocast=autocast, device="cpu")
             alive.mark("boundary")
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
-    return Traced(alive.most, alive.flops, tuple(alive.events))
+    return Traced(alive.most, alive.flops, tuple(alive.events), sizes)
 
 
 @contextmanager
@@ -328,6 +345,29 @@ def _with_fix(model: nn.Module) -> Iterator[None]:
         log.removeFilter(drop)
 
 
+@contextmanager
+def _sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
+    """Inside, each module that runs is entered with the bytes of the floating tensors that it takes and returns first."""
+    sizes = dict[str, tuple[int, int]]()
+
+    def nbytes(tree: Any) -> int:
+        return sum(x.nbytes for x in tensors_in(tree) if x.is_floating_point())
+
+    def enter(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, out: Any) -> None:
+            if name not in sizes:
+                sizes[name] = nbytes(args), nbytes(out)
+
+        return hook
+
+    handles = [module.register_forward_hook(enter(name)) for name, module in model.named_modules() if name]
+    try:
+        yield sizes
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _checkpointed(model: nn.Module, names: tuple[str, ...], moves: Moves | None) -> AbstractContextManager[None]:
     """Checkpoints as in a step, but restores no module buffers before a recomputation: they have no values here."""
     anchor = torch.empty(0)
@@ -360,3 +400,8 @@ class Activations:
     def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
         """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)
+
+    def of_config(self, cfg: Config) -> Traced:
+        """The trace with the checkpointing of a configuration."""
+        checkpointing = cfg.activation_checkpointing
+        return self.of(checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ VARIANTS: dict[str, Keys] = {
 """The keys of `zero_optimization` that each column sets."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Candidate:
     """One configuration, and what a rank holds and sends with it.
 
@@ -109,7 +110,12 @@ class Candidate:
         """The duration of a step; without a batch, of its communication, streams and updates alone."""
         return self.step.seconds
 
-    @property
+    @cached_property  # printing asks for it several times
+    def state_nbytes(self) -> int:
+        """Bytes of model state in all memories, padding included."""
+        return sum(self.plan.bytes_per_rank.values())
+
+    @cached_property
     def padding_nbytes(self) -> int:
         """Bytes of padding in the model state, as the mean of all ranks."""
         longs = ((b, leaf.spec) for b in self.plan.flat_buffers for leaf in self.plan.leaves(b) if leaf.is_long)
@@ -120,7 +126,7 @@ class Candidate:
             )
         )
 
-    @property
+    @cached_property
     def sent_by_axis(self) -> dict[str, int]:
         """Bytes that a rank sends in a step along each axis."""
         return {axis: sum(sent.values()) for axis, sent in self.plan.sent_nbytes_by_axis.items()}
@@ -175,7 +181,7 @@ class Comparison:
     def __rich__(self) -> Group:
         columns = self.columns
         has_batch = any("activations" in one.memory["device"] for one in columns)
-        scale, unit = scale_of(max(sum(one.plan.bytes_per_rank.values()) for one in columns))
+        scale, unit = scale_of(max(one.state_nbytes for one in columns))
         title = (
             f"{self.num_params:,} parameters on {describe(columns[0].plan.mesh)}: {unit} on a rank, and sent in a step"
         )
@@ -191,7 +197,7 @@ class Comparison:
                 held = [one.memory.get(kind, {}).get(quantity, 0) for one in columns]
                 if any(held):
                     table.add_row(f"  {words}", *(shown(nbytes, scale) for nbytes in held))
-        table.add_row("model state", *(shown(sum(one.plan.bytes_per_rank.values()), scale) for one in columns))
+        table.add_row("model state", *(shown(one.state_nbytes, scale) for one in columns))
         table.add_row("  padding (mean)", *(shown(one.padding_nbytes, scale) for one in columns))
         for axis in columns[0].plan.mesh.names:
             sent = (one.sent_by_axis.get(axis, 0) for one in columns)
@@ -278,6 +284,12 @@ def tokens_of(batch: Any) -> int:
     """Elements of the first integer tensor, such as token ids; 0 if there is none."""
     tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
     return next((x.numel() for x in tensors if not x.is_floating_point()), 0)
+
+
+def samples_of(batch: Any) -> int | None:
+    """The length of the first tensor: the samples of a micro-batch; None if there is no tensor with a dimension."""
+    tensors = (x for x in optree.tree_leaves(batch, none_is_leaf=True) if isinstance(x, Tensor))
+    return next((len(x) for x in tensors if x.dim()), None)
 
 
 def column(

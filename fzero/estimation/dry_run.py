@@ -13,6 +13,7 @@ Without a trace there are no activations, only updates compute, and units run in
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -150,9 +151,10 @@ def dry_run(
     machine = machine or MachineModel()
     parts = parts_of(plan, trace, machine)
     order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
-    ledger = MemoryLedger(plan, machine, device)
+    kept: Counter[tuple[int, int]] | None = None
     for _ in range(2 if device == "cpu" else 1):  # the second step starts with the pool that the first one filled
-        ledger = MemoryLedger(plan, machine, device, ledger.free)
+        ledger = MemoryLedger(plan, machine, device, kept)
+        kept = ledger.free
         ledger.write()
         passes, ends = DryPass(ledger, compressed), list[float]()
         for index in range(num):

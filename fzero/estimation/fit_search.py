@@ -89,7 +89,7 @@ class Search:
         self, model: nn.Module, keys: Keys, world_size: int, machine: MachineModel, nvme_path: str | None, batch: Any,
         device: Device = "cuda", loss_fn: LossFn | None = None, cache: int | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.keys, self.device = model, keys, device
+        self.model, self.keys, self.device, self.machine = model, keys, device, machine
         self._column = partial(column, model, "", world_size=world_size, machine=machine, device=device, cache=cache)
         cfg = quietly(keys)
         zero = cfg.zero_optimization

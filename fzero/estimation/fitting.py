@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from torch import nn
 from fzero.common.arguments import check_kind
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
-from fzero.estimation.compare import Keys, keys_of, quietly
+from fzero.estimation.compare import Keys, keys_of, quietly, samples_of
 from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
 from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
+
+Progress = Callable[[int, int], None]
+"""Is told how many configurations are planned, and of how many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +62,8 @@ class Fit:
         best: the fastest configuration that fits; None if none does.
         ladder: one change after the other.
         notes: what the search did not try or count.
+        machine: the rates of one rank that its seconds are for.
+        num_samples: of the planned micro-batch; None without a batch.
         pipelines: the same configuration in pipelines of any number of stages, with as many samples in a step: those that fit,
             fastest first. Only with a batch, and ZeRO stage 0 or 1 in the configuration.
     """
@@ -66,11 +72,13 @@ class Fit:
     best: Rung | None
     ladder: tuple[Rung, ...]
     notes: tuple[str, ...]
+    machine: MachineModel
+    num_samples: int | None
     pipelines: tuple[PipelinePlan, ...] = ()
 
     @property
     def config(self) -> Keys:
-        """The configuration that fits, as in a file.
+        """The configuration that fits, as in a file, with the micro-batch and the number of micro-steps that were planned.
 
         Raises:
             ConfigError: none fits.
@@ -82,7 +90,12 @@ class Fit:
                 f"{least.device_nbytes / 1e9:.3g} GB, {least.column.nbytes('host') / 1e9:.3g} GB of host memory and "
                 f"{least.column.nbytes('nvme') / 1e9:.3g} GB of files; take more ranks, a smaller model or batch, or allow files"
             )
-        return self.best.column.keys
+        keys, best = dict(self.best.column.keys), self.best.column.plan
+        if self.num_samples is None or (keys.get("elasticity") or {}).get("enabled"):  # else it chooses the sizes
+            return keys
+        sizes = (self.num_samples, best.num_micro_steps, self.num_samples * best.num_micro_steps * best.world_size)
+        names = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size")
+        return keys | dict(zip(names, sizes, strict=True))
 
     def save(self, path: str | Path) -> None:
         """Writes the configuration as JSON."""
@@ -97,6 +110,7 @@ class Fit:
 
         best = None if self.best is None else as_json(self.best)
         found = {"best": best, "ladder": [as_json(rung) for rung in self.ladder], "notes": list(self.notes)}
+        found["machine"] = asdict(self.machine)
         return found | {"pipelines": [one.as_dict() for one in self.pipelines]}
 
     def __rich__(self) -> Group:
@@ -109,6 +123,8 @@ class Fit:
             table.add_column(name, justify="right", no_wrap=True)
         _rung_rows(table, self, scale)
         best, pipes = self.best, _pipeline_lines(self.pipelines, scale, unit)
+        assumed = "assumed, pass --rates of `fzero env --json`" if self.machine == MachineModel() else "as given"
+        pipes.append(f"Seconds are for ranks of these rates ({assumed}): {self.machine}.")
         if best is None:
             return Group(table, "", "Nothing fits.", *pipes, *self.notes)
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
@@ -143,6 +159,7 @@ def fit(
     loss_fn: LossFn | None = None,
     device: Device = "cuda",
     answers: Answers | None = None,
+    progress: Progress | None = None,
 ) -> Fit:
     """The fastest configuration that fits into a rank's memory, and the ladder to the smallest.
 
@@ -158,6 +175,7 @@ def fit(
         loss_fn: see `make_train_step`.
         device: where the model is; see `compare_plans`.
         answers: what a rank generates at once between two steps, which must fit, too: by copy or by unit.
+        progress: is called before each configuration with its number, from 0, and the number of all, and at the end.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
@@ -170,14 +188,18 @@ def fit(
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
-    tried = [rung for choice in search.choices() if (rung := search.rung("", choice)) is not None]
+    choices, told = list(search.choices()), progress or (lambda done, total: None)
+    tried: list[Rung] = []
+    for done, choice in enumerate(choices):
+        told(done, len(choices))
+        tried += filter(None, [search.rung("", choice)])
     holding = (rung for rung in tried if limits.hold(rung))
     best = min(holding, key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes), default=None)
     ladder = tuple(search.ladder())
     if best is not None:
         best = replace(best, name=next((rung.name for rung in ladder if rung.choice == best.choice), "in between"))
     pipelines: tuple[PipelinePlan, ...] = ()
-    if batch is not None and world_size > 1 and search.start.stage <= 1:
+    if search.activations is not None and world_size > 1 and search.start.stage <= 1:
         pipelines = best_pipelines(
             model,
             search.keys,
@@ -187,8 +209,11 @@ def fit(
             machine=machine,
             loss_fn=loss_fn,
             device=device,
+            activations=search.activations,
         )
-    return Fit(limits, best, ladder, tuple(search.notes()), pipelines)
+    told(len(choices), len(choices))
+    num_samples = samples_of(batch)
+    return Fit(limits, best, ladder, tuple(search.notes()), search.machine, num_samples, pipelines)
 
 
 MOST_PIPELINES = 3

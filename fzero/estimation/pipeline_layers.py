@@ -8,8 +8,7 @@ its result is a `partition_method`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
-from fzero.estimation.activation_trace import Traced, tensors_in, trace_activations
+from fzero.estimation.activation_trace import Traced, trace_activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
 from fzero.pipeline.layers import StageLayers, TiedLayerSpec
@@ -63,7 +62,6 @@ def layer_costs(
     planned: Plan,
     trace: Traced,
     machine: MachineModel,
-    sizes: Mapping[str, tuple[int, int]],
     layer_of: Callable[[str], str] | None = None,
 ) -> PlannedLayers:
     """The layers of a traced model, with their costs.
@@ -72,11 +70,9 @@ def layer_costs(
         planned: of the ranks that share a stage.
         trace: of one micro-batch.
         machine: the rates.
-        sizes: bytes of the tensors that a module takes and returns, by its name.
         layer_of: the layer of a parameter; by default its unit.
     """
-    homes = {name: unit.name for unit in planned.units for buffer in unit.buffers for name in buffer.layout.names}
-    layers = _visits(trace, machine, layer_of or homes.__getitem__)
+    layers = _visits(trace, machine, layer_of or (lambda name: planned.homes[name][0].name))
     state, numels, sent = _of_params(planned)
     costs = [
         LayerCost(
@@ -84,7 +80,7 @@ def layer_costs(
             layer.backward,
             round(sum(state[name] for name in layer.params)),
             layer.stored,
-            _output(layers, index, sizes),
+            _output(layers, index, trace.sizes),
             working_nbytes=layer.working,
         )
         for index, layer in enumerate(layers)
@@ -102,9 +98,8 @@ def _visits(trace: Traced, machine: MachineModel, layer_of: Callable[[str], str]
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
     seconds_before = 0.0  # of what runs before the first layer
-    for event in trace.events:
+    for event, seconds in zip(trace.events, trace.seconds(machine), strict=True):
         in_forward = in_forward and event.kind != "boundary"
-        seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
         if in_forward:
             if event.kind == "fetch":
                 if not layers or layers[-1].unit != layer_of(event.name):
@@ -152,28 +147,6 @@ def _output(layers: Sequence[_Layer], index: int, sizes: Mapping[str, tuple[int,
     return sizes[following][0] if following in sizes else 0
 
 
-@contextmanager
-def sizes_of_modules(model: nn.Module) -> Iterator[dict[str, tuple[int, int]]]:
-    """Inside, each module that runs is entered with the bytes of the floating tensors that it takes and returns first."""
-    sizes = dict[str, tuple[int, int]]()
-
-    def nbytes(tree: Any) -> int:
-        return sum(x.nbytes for x in tensors_in(tree) if x.is_floating_point())
-
-    def enter(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, out: Any) -> None:
-            sizes.setdefault(name, (nbytes(args), nbytes(out)))
-
-        return hook
-
-    handles = [module.register_forward_hook(enter(name)) for name, module in model.named_modules() if name]
-    try:
-        yield sizes
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 class TracedLayers:
     """A model that is traced once for one micro-batch; `of` has its layers on any number of ranks that share a stage.
 
@@ -184,6 +157,7 @@ class TracedLayers:
         machine: the rates.
         loss_fn: see `make_train_step`; of a `PipelineModule` `loss_fn(outputs, labels)`. None takes its own.
         device: where the layers are.
+        trace: of the same model, configuration and batch, where there is one.
 
     Raises:
         ValueError: the `PipelineModule` has no loss function, or the model does not run on the batch.
@@ -191,7 +165,7 @@ class TracedLayers:
 
     def __init__(
         self, model: nn.Module, cfg: Config, batch: Any, machine: MachineModel | None = None, *, loss_fn: Any = None,
-        device: Device = "cuda",
+        device: Device = "cuda", trace: Traced | None = None,
     ) -> None:  # fmt: skip
         self.module = model if isinstance(model, PipelineModule) else None
         if self.module is not None:
@@ -200,8 +174,7 @@ class TracedLayers:
                 raise ValueError("loss_fn: a planned pipeline must have one, got None; pass loss_fn to PipelineModule")
             loss_fn = partial(_loss_of_pair, loss_fn)
         self.model, self.cfg, self.machine = model, cfg, machine or MachineModel()
-        with sizes_of_modules(model) as self.sizes:
-            self.trace = trace_activations(model, cfg, batch, loss_fn=loss_fn, device=device)
+        self.trace = trace or trace_activations(model, cfg, batch, loss_fn=loss_fn, device=device)
 
     def of(self, data: int) -> PlannedLayers:
         """The layers on one of `data` ranks that share a stage. A callable without parameters counts in the layer before it."""
@@ -210,7 +183,7 @@ class TracedLayers:
         # gradient accumulation.
         cfg = self.cfg.model_copy(update=dict.fromkeys(sizes) | {"gradient_accumulation_steps": 2})
         planned = plan(self.model, cfg, world_size=data)
-        found = layer_costs(planned, self.trace, self.machine, self.sizes, _layer_of if self.module else None)
+        found = layer_costs(planned, self.trace, self.machine, _layer_of if self.module else None)
         return found if self.module is None else _of_module(self.module, found)
 
     def blocks(self, start: int, stop: int) -> Sequence[tuple[int, int, bool]]:

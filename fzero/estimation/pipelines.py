@@ -27,6 +27,7 @@ from torch import nn
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
+from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, of_stages, pipeline_config, recomputed
@@ -220,7 +221,7 @@ def plan_pipeline(
 
 
 class PipelinePlanner:
-    """Plans pipelines of one model, which is traced once. Arguments as for `plan_pipeline`."""
+    """Plans pipelines of one model, which is traced once, or has traces in `activations`. Arguments as for `plan_pipeline`."""
 
     def __init__(
         self,
@@ -231,8 +232,11 @@ class PipelinePlanner:
         machine: MachineModel | None = None,
         loss_fn: Any = None,
         device: Device = "cuda",
+        activations: Activations | None = None,
     ) -> None:
-        self.traced = TracedLayers(model, pipeline_config(cfg), batch, machine, loss_fn=loss_fn, device=device)
+        found = pipeline_config(cfg)
+        trace = None if activations is None else activations.of_config(found)
+        self.traced = TracedLayers(model, found, batch, machine, loss_fn=loss_fn, device=device, trace=trace)
 
     def planned(
         self,
@@ -317,6 +321,7 @@ def best_pipelines(
     loss_fn: Any = None,
     device: Device = "cuda",
     order: Order | str = "1f1b",
+    activations: Activations | None = None,
 ) -> tuple[PipelinePlan, ...]:
     """The pipelines that fit, fastest first: all numbers of stages from 2 up that divide the ranks.
 
@@ -329,7 +334,9 @@ def best_pipelines(
         tries.append(changed(keys, {"activation_checkpointing": {"every": 1}}))
     found = list[PipelinePlan]()
     for given in tries:
-        planner = PipelinePlanner(model, given, batch, machine=machine, loss_fn=loss_fn, device=device)
+        planner = PipelinePlanner(
+            model, given, batch, machine=machine, loss_fn=loss_fn, device=device, activations=activations
+        )
         found += _fitting(planner, world_size, device_nbytes, order)
     return tuple(sorted(found, key=lambda one: one.seconds))
 

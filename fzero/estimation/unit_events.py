@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.estimation.activation_trace import Traced, TraceEvent
+from fzero.estimation.activation_trace import Traced
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_orders import Event, early
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 def parts_of(plan: Plan, trace: Traced | None, machine: MachineModel) -> tuple[Part, ...]:
     """The parts of one micro-step, in order; without a trace they have no work, and units run in declaration order."""
-    return tuple(_declared(plan) if trace is None else _traced(plan, trace.events, machine))
+    return tuple(_declared(plan) if trace is None else _traced(plan, trace, machine))
 
 
 def _declared(plan: Plan) -> Iterator[Part]:
@@ -52,15 +52,13 @@ def _declared(plan: Plan) -> Iterator[Part]:
             yield Part("grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel)
 
 
-def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> Iterator[Part]:
-    homes = {name: (unit, b) for unit in plan.units for b in unit.buffers for name in b.layout.names}
+def _traced(plan: Plan, trace: Traced, machine: MachineModel) -> Iterator[Part]:
+    homes, events = plan.homes, trace.events
     last = {homes[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"}
     before = Part("begin")
-    for index, event in enumerate(events):
+    for index, (event, seconds) in enumerate(zip(events, trace.seconds(machine), strict=True)):
         unit, buffer = homes.get(event.name, (None, None))
-        seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in event.work)
-        own = {name: getattr(event, name) for name in ("most", "now", "waiting", "leaves", "returns")}
-        part = Part(event.kind, seconds=seconds, **own)
+        part = Part(event.kind, "", "", False, 0, event.most, event.now, seconds, *event[-3:])
         if unit is not None and buffer is not None:
             part = part._replace(unit=unit.name)
             if event.kind == "unpack" and not buffer.flow.gathers_over:
@@ -69,11 +67,11 @@ def _traced(plan: Plan, events: Sequence[TraceEvent], machine: MachineModel) -> 
                 numel = math.prod(buffer.layout.shape(event.name))
                 part = part._replace(key=buffer.key, ends=last[unit.name] == index, numel=numel)
         if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
-            sums = {
-                name: getattr(before, name) + getattr(part, name) for name in ("seconds", "numel", "leaves", "returns")
-            }
-            peaks = {name: max(getattr(before, name), getattr(part, name)) for name in ("most", "waiting")}
-            before = part._replace(**sums, **peaks)
+            before = part._replace(
+                numel=before.numel + part.numel, most=max(before.most, part.most), seconds=before.seconds + seconds,
+                waiting=max(before.waiting, part.waiting),
+                leaves=before.leaves + part.leaves, returns=before.returns + part.returns,
+            )  # fmt: skip
         else:
             yield before
             before = part

@@ -29,6 +29,7 @@ from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
+from fzero.storage.shard_transfer import ShardTransfer
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -122,9 +123,12 @@ class GraphProgram:
             for key, x in state.grads.items()
         }
         checksum = run.learned.hyper.checksum(run.updater, state)
-        (stats_AW4, is_sum), buffers, rng, hook_states = self._run(
-            self.compiled.collect, run, state._replace(grads=grads, master={}, optimizer={}), micro_batches, checksum
-        )
+        with _loaded(run, transfer, state) as params:
+            given = state._replace(params=params, grads=grads, master={}, optimizer={})
+            (stats_AW4, is_sum), buffers, rng, hook_states = self._run(
+                self.compiled.collect, run, given, micro_batches, checksum
+            )
+            del given
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
@@ -140,8 +144,9 @@ class GraphProgram:
         """This rank's loss on a batch, and its weight if it is a sum, in the model's present mode. *Collective:* every rank."""
         run.learned.num_passes += 1
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        given = TrainState(state.step, state.params, {}, {}, {}, buffers, state.loss_scale, {}, {})
-        return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
+        with _loaded(run, run.offload.transfer(run.scratch), state) as params:
+            given = TrainState(state.step, params, {}, {}, {}, buffers, state.loss_scale, {}, {})
+            return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
 
     def _run(
         self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
@@ -177,6 +182,18 @@ class GraphProgram:
         with FakeTensorMode(allow_non_fake_inputs=True):
             batches = [run.batches.cast(without_memory(x, run.device)) for x in micro_batches]
             return self.compiled.trace(run.builder.zeros(run.form.specs), batches)
+
+
+@contextmanager
+def _loaded(run: StepRuntime, transfer: ShardTransfer, state: State) -> Iterator[dict[str, Tensor]]:
+    """Inside, this rank's flat buffers of parameters are on the device: a graph reads all of them at its start."""
+    for key, home in state.params.items():
+        transfer.prefetch(key, home)
+    params = {key: transfer.load(key, home) for key, home in state.params.items()}
+    yield params
+    for key, home in state.params.items():
+        if params[key] is not home:
+            run.scratch.give(params.pop(key))
 
 
 def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:

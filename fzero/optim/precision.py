@@ -76,14 +76,14 @@ class Precision:
     safe_modules: tuple[str, ...] = ()
     stochastic_rounding: bool = False
 
-    def dtypes_of(self, own: str, owner: nn.Module, *, trainable: bool = True) -> Dtypes:
-        """The dtypes of a parameter of dtype `own` that belongs to the module `owner`.
+    def dtypes_of(self, own: str, owner: type[nn.Module], *, trainable: bool = True) -> Dtypes:
+        """The dtypes of a parameter of dtype `own` that belongs to a module of the class `owner`.
 
         A frozen parameter has no other tensors. If only autocast lowers its dtype, its own values are kept as the master.
         """
         if not torch_dtype(own).is_floating_point:
             return Dtypes(own, own, own, own, own)
-        is_safe = any(type(owner) is find_class(name) for name in self.safe_modules)
+        is_safe = any(owner is find_class(name) for name in self.safe_modules)
         lowered = self.param_dtype or (self.autocast if is_safe else None)
         param = lowered or own
         if not trainable:

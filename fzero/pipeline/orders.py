@@ -94,8 +94,12 @@ class PipeOrder:
     events: tuple[tuple[Event, ...], ...]
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...] = field(default=())
+    has_backward: bool = field(init=False, repr=False, compare=False)
+    """Whether the order trains, or only evaluates."""
 
     def __post_init__(self) -> None:
+        has_backward = any(event.kind.startswith("backward") for event in self.events[0])
+        object.__setattr__(self, "has_backward", has_backward)
         if not self.waiting:
             object.__setattr__(self, "waiting", (0,) * self.stages)
 
@@ -108,11 +112,6 @@ class PipeOrder:
     def num_chunks(self) -> int:
         """The number of chunks that layers are cut into."""
         return len(self.stage_of)
-
-    @property
-    def has_backward(self) -> bool:
-        """Whether the order trains, or only evaluates."""
-        return any(event.kind.startswith("backward") for event in self.events[0])
 
     @property
     def is_cut(self) -> bool:

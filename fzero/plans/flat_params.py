@@ -14,19 +14,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.optim.precision import Dtypes, mixed_precision
+from fzero.optim.precision import Dtypes, Precision, mixed_precision
 from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
 from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
 from fzero.plans.stages import StageSpecs, stage_specs
-from sharding import FlatLayout, Mesh, Spec, TensorSpec
+from sharding import FlatLayout, Mesh, TensorSpec
 from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
 
@@ -59,6 +60,22 @@ class FlatParamPlan:
     """The placement of the master, if there is one."""
     param_placement: Placement = DEVICE
     grad_placement: Placement = DEVICE
+    params: TensorSpec = field(init=False, repr=False, compare=False)
+    """The parameters that the model computes with."""
+    master: TensorSpec = field(init=False, repr=False, compare=False)
+    """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy, a shard of `params`."""
+    grads: TensorSpec = field(init=False, repr=False, compare=False)
+    """The tensor in which gradients are accumulated."""
+
+    def __post_init__(self) -> None:
+        row, dtypes, shape = self.row, self.dtypes, (self.padded_numel,)
+        parts = {
+            "params": (row.params, dtypes.param, self.param_placement),
+            "master": (row.optimizer, dtypes.master, self.placement),
+            "grads": (row.grads, dtypes.grad, self.grad_placement),
+        }
+        for name, (spec, dtype, placement) in parts.items():
+            object.__setattr__(self, name, TensorSpec(shape, dtype, spec, placement, ALIGNMENT))
 
     @property
     def padded_numel(self) -> int:
@@ -91,25 +108,6 @@ class FlatParamPlan:
         """Whether state off the device is updated in full instead of by sub-groups. It is if elements depend on each other, or if
         the updated part is gathered from other ranks before it is written back."""
         return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
-
-    @property
-    def params(self) -> TensorSpec:
-        """The parameters that the model computes with."""
-        return self._spec(self.row.params, self.dtypes.param, self.param_placement)
-
-    @property
-    def master(self) -> TensorSpec:
-        """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy, a shard of `params`."""
-        return self._spec(self.row.optimizer, self.dtypes.master, self.placement)
-
-    @property
-    def grads(self) -> TensorSpec:
-        """The tensor in which gradients are accumulated."""
-        return self._spec(self.row.grads, self.dtypes.grad, self.grad_placement)
-
-    def _spec(self, spec: Spec, dtype: str, placement: Placement) -> TensorSpec:
-        """The padded flat buffer (P), divided as `spec` says."""
-        return TensorSpec((self.padded_numel,), dtype, spec, placement, ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +175,13 @@ class UnitPlanner:
     starts: Mapping[str, int]
     order: OrderFunction | Sequence[str]
     is_stage: bool = False
+    _precision: Precision = field(init=False, repr=False, compare=False)
+    _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
+    _dtypes: dict[tuple[torch.dtype, type, bool], Dtypes] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_precision", self.cfg.precision)
+        object.__setattr__(self, "_axes", shard_axes(self.mesh, self.cfg.zero_optimization))
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
         """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
@@ -187,7 +192,10 @@ class UnitPlanner:
 
     def _kind_of(self, name: str, param: nn.Parameter, owner: nn.Module) -> Kind:
         is_trained = name in self.trained
-        dtypes = self.cfg.precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
+        alike = param.dtype, type(owner), is_trained
+        if (dtypes := self._dtypes.get(alike)) is None:
+            dtypes = self._precision.dtypes_of(dtype_name(param.dtype), type(owner), trainable=is_trained)
+            self._dtypes[alike] = dtypes
         small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
         if not is_trained:
             return Kind(dtypes, False, small, group=0, rule="", start=0)
@@ -197,7 +205,7 @@ class UnitPlanner:
 
     def _flat_param(self, unit: str, kind: Kind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
         zero = self.cfg.zero_optimization
-        axes = shard_axes(self.mesh, zero)
+        axes = self._axes
         num_shards = num_ranks(self.mesh, axes)
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)

@@ -81,8 +81,14 @@ def optimizer_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> lis
     """The tensors of a flat buffer's optimizer state, in the order of its leaves; none for a frozen buffer."""
     if not buffer.trainable:
         return []
-    accessors, specs, _ = optree.tree_flatten_with_accessor(optimizer[buffer.key])
+    specs, structure = optree.tree_flatten(optimizer[buffer.key])
     return [
-        StateLeaf("optimizer", buffer.key, accessor.codify(""), spec, buffer.is_long(spec))
-        for accessor, spec in zip(accessors, specs, strict=True)
+        StateLeaf("optimizer", buffer.key, path, spec, buffer.is_long(spec))
+        for path, spec in zip(_paths(structure), specs, strict=True)
     ]
+
+
+@cache  # many flat buffers, few structures
+def _paths(structure: optree.PyTreeSpec) -> tuple[str, ...]:
+    """The path of each leaf as Python reads it."""
+    return tuple(accessor.codify("") for accessor in structure.accessors())

@@ -21,6 +21,8 @@ class MachineModel:
         processor: bytes that the CPU reads and writes when it updates offloaded state; used by dry runs only. The default is
             an eighth of a node's memory bandwidth.
         flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
+        attention, attention_fp32: operations of fused attention, which on a CPU is far slower in 16 bits than products are;
+            None means those of products.
         overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
     """
 
@@ -32,6 +34,8 @@ class MachineModel:
     disk: float = 1e9
     processor: float = 5e10
     flops_fp32: float | None = None
+    attention: float | None = None
+    attention_fp32: float | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -45,7 +49,23 @@ class MachineModel:
             if value is not None and value <= 0:
                 raise ValueError(f"MachineModel: {name} must be positive, got {value}; it is a rate per second")
 
-    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False) -> float:
+    def __str__(self) -> str:
+        """The rates in words.
+
+        >>> print(MachineModel())
+        100 Tflop/s, memory 1000 GB/s, sends 50 GB/s, to host memory 20 GB/s, files 1 GB/s, updates on the processor 50 GB/s
+        """
+        wide = f" ({self.flops_fp32 / 1e12:.3g} above 16 bits)" if self.flops_fp32 else ""
+        gb = {
+            "memory": self.memory, "sends": self.network, "to host memory": self.host, "files": self.disk,
+            "updates on the processor": self.processor,
+        }  # fmt: skip
+        rates = ", ".join(f"{what} {rate / 1e9:.4g} GB/s" for what, rate in gb.items())
+        return f"{self.flops / 1e12:.3g} Tflop/s{wide}, {rates}"
+
+    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False, is_attention: bool = False) -> float:
         """The time of an operator: the larger of its compute time and its memory time."""
         rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
+        if is_attention:
+            rate = (self.attention_fp32 if is_wide else self.attention) or rate
         return max(flops / rate, nbytes / self.memory)

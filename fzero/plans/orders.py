@@ -80,7 +80,7 @@ def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shar
 
     Args:
         names: as declared.
-        order: as `check_named` takes it, except None.
+        order: the names of all parameters, or a function of both numbers (`in_two_numbers`).
         num_shards: the number of ranks that share the buffer.
 
     Raises:
@@ -93,7 +93,7 @@ def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shar
     if not callable(order):
         wanted = set(names)
         return tuple(name for name in order if name in wanted)
-    found: Any = in_two_numbers(order)(len(names), num_shards)
+    found: Any = order(len(names), num_shards)
     if not isinstance(found, Order) or len(found) != len(names):
         raise ValueError(
             f"order: must give a sharding.Order of {len(names)} parameters for ({len(names)}, {num_shards}), got {found!r}; "

@@ -23,12 +23,13 @@ from rich.console import Group
 from torch import nn
 
 from fzero.common.arguments import check_model, check_names
+from fzero.common.collector import collector_paused
 from fzero.config.config import Config, ConfigError
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
-from fzero.plans.orders import GivenOrder, check_named
+from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
 from fzero.plans.stages import STAGES
 from fzero.plans.streaming import Streaming
@@ -101,7 +102,10 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers))
-        homes = {name: (unit, buffer) for unit in self.units for buffer in unit.buffers for name in buffer.layout.names}
+        homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = {}
+        for unit in self.units:
+            for buffer in unit.buffers:
+                homes |= dict.fromkeys(buffer.layout.names, (unit, buffer))
         object.__setattr__(self, "homes", homes)
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
@@ -292,6 +296,7 @@ class Plan:
         return as_text(self)
 
 
+@collector_paused()
 def plan(
     model: nn.Module,
     cfg: Config | Any,
@@ -355,8 +360,9 @@ def plan(
     for optimizer in optimizers:
         if isinstance(optimizer, UserTransform):
             optimizer.check()
-    check_has_shapes(model)
     owners, aliases = owners_of(model)
+    module_buffers = dict(model.named_buffers())
+    check_has_shapes(owners | module_buffers)
     if not owners and not is_stage:
         raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
@@ -364,6 +370,7 @@ def plan(
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
+    order = in_two_numbers(order) if callable(order) else order
     planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
@@ -378,7 +385,7 @@ def plan(
 
         hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
     buffer_dtype = cfg.precision.buffer_dtype_of
-    buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in model.named_buffers()}
+    buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)
 
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sharding import plan_buckets
 
 
-def check_has_shapes(model: nn.Module) -> None:
+def check_has_shapes(named: Mapping[str, Tensor]) -> None:
     """Raises a ValueError for a lazy parameter or buffer, which has no shape before its first forward."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, tensor in named.items():
         if is_lazy(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(

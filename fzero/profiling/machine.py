@@ -28,7 +28,7 @@ from fzero.comms import collectives, primitives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
-from fzero.profiling.profiler import matrix_rate
+from fzero.profiling.profiler import attention_rate, matrix_rate
 
 PACKAGES = (
     "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
@@ -62,6 +62,10 @@ class MeasuredRates:
     """Seconds of a collective of one element between two ranks."""
     overlap: bool = True
     """Whether transfers overlap compute; not on a CPU whose cores all compute."""
+    attention_fp32: float | None = None
+    """The forward and backward of fused attention in fp32."""
+    attention_bf16: float | None = None
+    """The same in bf16."""
 
     @property
     def machine(self) -> MachineModel:
@@ -72,6 +76,8 @@ class MeasuredRates:
         return MachineModel(
             flops=self.flops_bf16,
             flops_fp32=self.flops_fp32,
+            attention=self.attention_bf16,
+            attention_fp32=self.attention_fp32,
             memory=2 * copy,
             network=self.gather or default.network,
             latency=default.latency if self.latency is None else self.latency,
@@ -148,6 +154,8 @@ def _rates_here(device: torch.device) -> MeasuredRates:
         disk_read=None,
         flops_fp32=matrix_rate(device, torch.float32),
         flops_bf16=matrix_rate(device, torch.bfloat16),
+        attention_fp32=attention_rate(device, torch.float32),
+        attention_bf16=attention_rate(device, torch.bfloat16),
         overlap=has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0)),
     )
 
@@ -296,6 +304,8 @@ NAMES = {
     "disk_read": ("read from disk", "GB/s"),
     "flops_fp32": ("matrix product, fp32", "Gflop/s"),
     "flops_bf16": ("matrix product, bf16", "Gflop/s"),
+    "attention_fp32": ("attention with its backward, fp32", "Gflop/s"),
+    "attention_bf16": ("attention with its backward, bf16", "Gflop/s"),
     "latency": ("collective of one element", "μs"),
     "overlap": ("communication overlaps compute", ""),
 }

@@ -21,6 +21,7 @@ from itertools import chain
 
 import torch
 
+from fzero.common.collector import collector_paused
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.plans.staged import StagedPlan
@@ -209,6 +210,7 @@ class ReshardPlan:
         return "\n".join([self.title, head, *rows])
 
 
+@collector_paused()
 def plan_reshard(
     old: Plan | StagedPlan,
     new: Plan | StagedPlan,

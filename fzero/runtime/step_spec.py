@@ -136,12 +136,6 @@ class StepSpec:
         away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
         if not away:
             return
-        name = next((name for name in away if name.startswith("params/")), None)
-        if self.compile == "step" and name is not None:
-            raise ConfigError(
-                f"compile: must be None or 'block' where parameters live in other memory, because a graph reads all of them at "
-                f"its start, got 'step' with {name} on {away[name]!r}; drop it, or leave parameters on the device (offload_param)"
-            )
         name = next(iter(away))
         if not self.donate and "nvme" in away.values():
             raise ConfigError(

@@ -6,6 +6,7 @@ Ranks are the last dimension but one of what the reference takes, so that its te
 
 from __future__ import annotations
 
+import functools
 import re
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import fzero
@@ -524,3 +527,26 @@ def test_a_started_collective_refuses_a_tensor_whose_gradient_it_would_lose(star
     for axis in (fzero.join(), TracedAxis(2, 0, "", is_nccl=False)):
         with pytest.raises(ValueError, match=r"without gradients.*all_gather, reduce_scatter"):
             getattr(collectives, f"start_{start}")(x, axis=axis, **how)
+
+
+def test_attention_of_all_ranks_is_one_call_of_the_kernel_with_each_ranks_bits() -> None:
+    ranks, (q_W, k_W, v_W) = Stacked(3), torch.randn(3, 3, 2, 4, 8, 16).unbind(0)
+    attend = functools.partial(functional.scaled_dot_product_attention, is_causal=True)
+    calls: list[str] = []
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.extend([func.overloadpacket.__name__] * ("attention" in func.overloadpacket.__name__))
+            return func(*args, **(kwargs or {}))
+
+    leaves = [x.clone().requires_grad_() for x in (q_W, k_W, v_W)]
+    with Count():
+        out_W = ranks.each(attend)(*leaves)
+        out_W.square().sum().backward()
+    assert len(calls) == 2, "a forward and a backward"
+    for rank in range(3):
+        own = [x[rank].clone().requires_grad_() for x in (q_W, k_W, v_W)]
+        out = attend(*own)
+        out.square().sum().backward()
+        assert torch.equal(out, out_W[rank])
+        assert all(torch.equal(x.grad, x_W.grad[rank]) for x, x_W in zip(own, leaves, strict=True))

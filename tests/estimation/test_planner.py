@@ -32,7 +32,7 @@ from fzero.estimation.activation_trace import ActivationCounter, trace_activatio
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
-from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, shape_of
+from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, sample_of, shape_of
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
@@ -752,6 +752,16 @@ def test_a_word_that_is_no_model_is_told(word: str) -> None:
         named(word)
 
 
+def test_attention_takes_the_time_of_its_own_rate() -> None:
+    model = named("300K").model
+    trace = trace_activations(model, {}, sample_of(model, 1, 16))
+    works = [work for event in trace.events for work in event.work]
+    flops = sum(work.flops for work in works if work.is_attention)
+    assert 0 < flops < trace.flops
+    assert sum(trace.seconds(MachineModel(attention_fp32=1.0))) == pytest.approx(flops)  # the rest takes nanoseconds
+    assert trace.seconds(MachineModel(attention=1.0)) == trace.seconds(MachineModel()), "of 16 bits, and there are none"
+
+
 # --- what fits ---------------------------------------------------------------------------------------------------
 
 GIGA = 1e9
@@ -779,6 +789,20 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
     with pytest.raises(fzero.ConfigError, match=r"^fit: nothing fits into 0.3 GB; .* needs the least device memory, "):
         found[0].save(tmp_path / "none.json")
     assert not (tmp_path / "none.json").exists()
+
+
+def test_what_fits_has_the_planned_micro_batch_and_says_for_which_machine_its_seconds_are(tmp_path: Path) -> None:
+    model, told = named("300K").model, list[tuple[int, int]]()
+    keys = {"train_batch_size": 64, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
+    batch, how = sample_of(model, 3, 16), {"world_size": 2, "device_nbytes": GIGA}
+    found = fzero.estimation.fit(model, keys, batch=batch, progress=lambda *numbers: told.append(numbers), **how)
+    found.save(tmp_path / "fits.json")
+    sizes = fzero.Config.load(tmp_path / "fits.json").batch_sizes(2)
+    assert (sizes.micro, sizes.num_micro_steps) == (3, 2)
+    assert told == [(done, told[0][1]) for done in range(len(told))] and told[-1][0] == told[-1][1]
+    assert f"(assumed, pass --rates of `fzero env --json`): {MachineModel()}." in str(found)
+    without = fzero.estimation.fit(model, keys, machine=MachineModel(flops=1e12), **how)
+    assert "(as given): 1 Tflop/s, memory" in str(without) and without.config["train_batch_size"] == 64
 
 
 @pytest.mark.long

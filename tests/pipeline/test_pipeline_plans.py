@@ -43,7 +43,7 @@ def test_costs_of_layers_add_up_to_those_of_the_trace() -> None:
     assert layers.names == ("embedding", *(f"blocks.{i}" for i in range(8)), "norm..head")
     assert sum(layers.numels) == sum(p.numel() for p in made.traced.model.parameters())
     work = [one for event in made.traced.trace.events for one in event.work]
-    seconds = sum(machine.seconds(flops, nbytes, is_wide=is_wide) for flops, nbytes, is_wide in work)
+    seconds = sum(one.seconds(machine) for one in work)
     assert sum(cost.seconds for cost in layers.costs) == pytest.approx(seconds)  # a sum in another order
     blocks = layers.costs[2:8]  # the backward of the first block includes that of the embedding
     assert len(set(blocks)) == 1

@@ -228,14 +228,14 @@ def test_real_ranks_have_the_bits_of_the_device_too(
 AOT: dict[str, Any] = {"compile": "step", "compile_backend": "aot_eager"}
 
 
-def _captured_bits(stage: int, path: str | None, keys: Mapping[str, Any]) -> list[bytes]:
-    """The state after some steps: of an eager step with all of it on the device, or of a graph with a part in files."""
-    cfg = config(stage, optimizer=ADAMW, clip=0.1, **({} if path is None else nvme(path))) | dict(keys)
-    step = fzero.make_train_step(make(blocks), cfg, **({} if path is None else AOT))
+def captured_bits(stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str, Any]) -> list[bytes]:
+    """The state after some steps: of an eager step with all of it on the device, or of a graph with a part elsewhere."""
+    cfg = config(stage, optimizer=ADAMW, clip=0.1, **(zero or {})) | dict(keys)
+    step = fzero.make_train_step(make(blocks), cfg, **({} if zero is None else AOT))
     state, told = step.init(), []
     for index in range(3):
         state, metrics = step(state, part(data(index), step.rank, step.world_size))
-        told.append(repr(metrics).encode())
+        told += [repr(metrics).encode(), repr(step.evaluate(state, data(index))).encode()]
     kept = in_memory(state)._replace(grads={})
     return told + [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
 
@@ -253,8 +253,8 @@ def _captured_bits(stage: int, path: str | None, keys: Mapping[str, Any]) -> lis
 def test_where_state_is_in_files_a_graph_ends_with_the_gradients_and_the_step_has_the_bits_of_the_eager_one(
     ranks: RankPool, world_size: int, stage: int, keys: Mapping[str, Any], tmp_path: Path
 ) -> None:
-    expected = ranks(world_size, _captured_bits, stage, None, keys)
-    assert ranks(world_size, _captured_bits, stage, str(tmp_path), keys) == expected
+    expected = ranks(world_size, captured_bits, stage, None, keys)
+    assert ranks(world_size, captured_bits, stage, nvme(str(tmp_path)), keys) == expected
 
 
 # --- what the plan and the state tell ----------------------------------------------------------------------------

@@ -13,7 +13,21 @@ import optree
 import pytest
 import torch
 from ranks import RankPool
-from test_offload import ADAMW, PRECISIONS, WIDTH, blocks, config, data, differing, nvme, on, step_of, train
+from test_offload import (
+    ACCUMULATING,
+    ADAMW,
+    PRECISIONS,
+    WIDTH,
+    blocks,
+    captured_bits,
+    config,
+    data,
+    differing,
+    nvme,
+    on,
+    step_of,
+    train,
+)
 from torch import Tensor, nn
 from training import Odd, make, tokens
 
@@ -186,7 +200,6 @@ def test_the_specs_say_where_every_shard_lives(tmp_path: Path) -> None:
     ("zero", "options", "message"),
     [
         ({"buffer_size": 100}, {}, r"offload_param.buffer_size: must hold the longest shard .* 6496 elements, got 100"),
-        ({}, {"compile": "step"}, r"compile: must be None or 'block' where parameters live .* params/.* on 'nvme'; drop it"),
         ({}, {"donate": False}, r"donate: must be True where state is in files"),
     ],
 )  # fmt: skip
@@ -196,6 +209,20 @@ def test_what_cannot_be_is_refused_with_the_fix(
     cfg = config(3, optimizer=ADAMW, **in_files(tmp_path, **zero))
     with pytest.raises(fzero.ConfigError, match=message):
         fzero.make_train_step(make(blocks), cfg, **options)
+
+
+@pytest.mark.covering(0)
+@pytest.mark.parametrize(
+    ("world_size", "others_too", "keys"),
+    [(1, False, {}), (2, True, PRECISIONS["bfloat16"] | ACCUMULATING), (3, False, PRECISIONS["float16"])],
+)
+def test_a_graph_loads_parameters_from_files_and_has_the_bits_of_the_eager_step(
+    ranks: RankPool, world_size: int, others_too: bool, keys: dict[str, Any], tmp_path: Path
+) -> None:
+    path = str(tmp_path)
+    zero = in_files(path, buffer_count=1) | (nvme(path) if others_too else {})
+    expected = ranks(world_size, captured_bits, 3, None, keys)
+    assert ranks(world_size, captured_bits, 3, zero, keys) == expected
 
 
 def test_a_unit_of_two_buffers_needs_as_many_on_their_way(tmp_path: Path) -> None:
