@@ -9,12 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Inside, or in a function that it decorates, the collector does not run; it would follow all new objects again and again.
-
-    >>> with collector_paused():
-    ...     gc.isenabled()
-    False
-    """
+    """Inside, or in a function that it decorates, the collector does not run; it would follow all new objects again and again."""
     was_on = gc.isenabled()
     gc.disable()
     try:

@@ -15,18 +15,17 @@ collectives in the same order. The cost is n log n in the number of nodes.
 
 from __future__ import annotations
 
-import gc
 import heapq
 import operator
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from fzero.common.collector import collector_paused
 from fzero.graph.analysis import Analysis, Gather, analyse, name_units, sending_updates
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph.nodes import (
@@ -100,7 +99,7 @@ def run_passes(graph: Graph, options: PassOptions, *, units: Mapping[str, str] |
     Raises:
         ValueError: the graph changes the result of a collective in place, or has a collective without a wait.
     """
-    with _no_collection():
+    with collector_paused():
         copy = copy_of(graph)
         run_passes_in_place(copy, options, units=units)
     return copy
@@ -118,7 +117,7 @@ def copy_of(graph: Graph) -> Graph:
 
 def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[str, str] | None = None) -> None:
     """`run_passes` on the graph itself, for Inductor's hooks."""
-    with _no_collection():
+    with collector_paused():
         name_units(graph, units or {})
         join_products(graph)
         if options.gather_bucket:
@@ -128,18 +127,6 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
             bucket_reductions(graph, analyse(graph), options.reduce_bucket)
         _Walk(graph, analyse(graph), options).run()
         graph.lint()
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disables the garbage collector, which new nodes would start again and again, over all objects of the process."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 # --- the walk ----------------------------------------------------------------------------------------------------

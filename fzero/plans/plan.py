@@ -346,12 +346,7 @@ def plan(
     check_names("units", units)
     check_groups(param_groups)
     check_mesh(mesh)
-    if mesh is not None and PIPE in mesh.names:
-        raise ValueError(
-            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
-            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
-            f"fzero.estimation.plan_pipeline predicts a pipeline"
-        )
+    _check_one_stage(mesh)
     cfg = Config.load(cfg)
     if world_size is None:
         world_size = mesh.size if mesh else 1
@@ -387,6 +382,15 @@ def plan(
     buffer_dtype = cfg.precision.buffer_dtype_of
     buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
     return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)
+
+
+def _check_one_stage(mesh: Mesh | None) -> None:
+    if mesh is not None and PIPE in mesh.names:
+        raise ValueError(
+            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
+            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
+            f"fzero.estimation.plan_pipeline predicts a pipeline"
+        )
 
 
 def starts_of(plan: Plan) -> dict[str, int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.comms.mesh import RankMesh
@@ -225,8 +226,9 @@ class Gathers:
         """Records a buffer of which there are views; a change to one of them would be lost."""
         storage = flat.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]  # `flat` and `storage`
-            counter = flat.detach()
-            counter.data = flat.new_empty(0)  # keeps the version counter
+            with temporarily_clear_interpreter_stack():  # a transform of torch.func refuses the second line
+                counter = flat.detach()
+                counter.data = flat.new_empty(0)  # keeps the version counter
             self.lingering.append(Lingering(key, counter, flat._version, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:

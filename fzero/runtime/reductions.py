@@ -125,7 +125,7 @@ class Reductions:
             return
         parts = filling.parts.get(buffer.key)
         if parts is None:
-            parts = filling.parts[buffer.key] = self._cut(flat_P, buffer)
+            parts = filling.parts[buffer.key] = cut(flat_P, buffer)
         for name, grad in grads.items():
             if grad.layout != torch.strided:
                 grad = grad.to_dense()
@@ -169,13 +169,6 @@ class Reductions:
             self._paddings[kind] = flat_P.new_zeros(kind[0])
         return self._paddings[kind]
 
-    def _cut(self, flat_P: Tensor, buffer: FlatParamPlan) -> dict[str, Tensor]:
-        """The parts of a flat gradient, by parameter; zeros the padding."""
-        layout = buffer.layout
-        *parts, padding = flat_P.split_with_sizes([*layout.numels, flat_P.numel() - layout.numel])
-        padding.zero_()
-        return dict(zip(layout.names, parts))
-
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).
 
@@ -208,7 +201,7 @@ class Reductions:
             if buffer.trainable:
                 flat_P = filling.flats[buffer.key]
                 if not filling.written.issuperset(buffer.layout.names):
-                    self._zero_gaps(flat_P, buffer, filling.written)
+                    zero_gaps(flat_P, buffer, filling.written)
                 if not buffer.flow.reduces(is_last=self._is_last):
                     self._held.add(buffer.key)
                     if not self._is_here(buffer):
@@ -269,12 +262,6 @@ class Reductions:
         is_kept = buffer.flow.sums_late and buffer.flow.adds(is_first=self._is_first)
         return is_kept and self._is_last and buffer.key not in self._reduced
 
-    def _zero_gaps(self, flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
-        """Zeros the padding, and the gradients of parameters that were not written."""
-        for name, part in self._cut(flat_P, buffer).items():
-            if name not in written:
-                part.zero_()
-
     def _is_here(self, buffer: FlatParamPlan) -> bool:
         """Whether the gradient lives on the device."""
         home = self._grads[buffer.key]
@@ -287,3 +274,18 @@ class Reductions:
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self._grads[key]:
             self._transfer.scratch.give(flat)
+
+
+def cut(flat_P: Tensor, buffer: FlatParamPlan) -> dict[str, Tensor]:
+    """The parts of a flat gradient, by parameter; zeros the padding."""
+    layout = buffer.layout
+    *parts, padding = flat_P.split_with_sizes([*layout.numels, flat_P.numel() - layout.numel])
+    padding.zero_()
+    return dict(zip(layout.names, parts))
+
+
+def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
+    """Zeros the padding, and the gradients of parameters that were not written."""
+    for name, part in cut(flat_P, buffer).items():
+        if name not in written:
+            part.zero_()

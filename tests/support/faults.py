@@ -92,8 +92,8 @@ CHOSEN = (
     Fault(PLANS, "_go_on", "out.append(Event(\"wait_gather\", event.unit))", "pass", "a gather is not waited for"),
     Fault(PLANS, "_is_early", "and reduction.unit not in self._ready", "and False", "a unit is reduced before its gradients"),
     # the eager step
-    Fault(RUNTIME, "zero_gaps", "flat_P[layout.numel :].zero_()", "pass", "the padding of a gradient is not zeroed"),
-    Fault(RUNTIME, "add", "if name in filling.written:", "if False:", "the second gradient of a parameter replaces the first"),
+    Fault(RUNTIME, "cut", "padding.zero_()", "pass", "the padding of a gradient is not zeroed"),
+    Fault(RUNTIME, "_write", "if adds:", "if False:", "the second gradient of a parameter replaces the first"),
     Fault(RUNTIME, "_adds", "if buffer.key in self._reduced:\n            return True", "pass",
           "a late gradient replaces the reduced one"),
     Fault(RUNTIME, "begin", "self._held = set() if is_first else", "self._held = set() or", "the first micro-step adds to old"),
