@@ -132,9 +132,9 @@ def affine(x_GK: Tensor, bits: Number, top: Tensor, bottom: Tensor | None, noise
         levels = torch.bitwise_left_shift(torch.ones_like(bits), bits).to(x_GK.device, x_GK.dtype)
     else:
         levels = float(2**bits)
-    scale = (2 * top if bottom is None else top - bottom) / levels
+    scale = top * (2 / levels) if bottom is None else (top - bottom) / levels  # a power of two: the product is exact
     is_flat = scale == 0
-    scale = torch.where(is_flat, 1.0, scale)
+    scale = scale.masked_fill(is_flat, 1.0)
     if bottom is None:
         values, first, last = x_GK / scale, -levels / 2, levels / 2 - 1
     else:

@@ -37,6 +37,7 @@ from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero.common.collector import collector_paused
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
@@ -99,6 +100,7 @@ class Traced:
         return self.treespec.unflatten(leaves)
 
 
+@collector_paused()
 def trace(
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
