@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from fzero.engine.initialize import initialize as initialize
     from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
-    from fzero.optim.transforms import Transform as Transform, adamw as adamw, chain as chain, sgd as sgd
+    from fzero.optim.adam_kernels import adamw as adamw
+    from fzero.optim.optimizers import sgd as sgd
+    from fzero.optim.transforms import Transform as Transform, chain as chain
     from fzero.plans.plan import Plan as Plan, plan as plan
     from fzero.plans.unit_orders import ScheduleError as ScheduleError
     from fzero.resharding.place import place as place
@@ -59,7 +61,9 @@ else:
             "engine.initialize": "initialize",
             "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
-            "optim.transforms": "Transform adamw chain sgd",
+            "optim.adam_kernels": "adamw",
+            "optim.optimizers": "sgd",
+            "optim.transforms": "Transform chain",
             "plans.placements": "Placement",
             "plans.plan": "Plan plan",
             "plans.unit_orders": "ScheduleError",

@@ -8,7 +8,6 @@ generate test inputs (`sharding.testing`) are imported by name.
 
 from typing import TYPE_CHECKING, Any
 
-from sharding.boxes import Box, boxes
 from sharding.buckets import plan_buckets
 from sharding.dtypes import itemsize
 from sharding.layout import FlatLayout, Fragment
@@ -17,6 +16,7 @@ from sharding.partition import NearEqualSplit, Partition
 from sharding.specs import DEVICE, Mesh, Partial, Placement, Replicated, Sharded, Spec, TensorSpec
 
 if TYPE_CHECKING:
+    from sharding.flat_runs import Box, boxes
     from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
 
 __all__ = [
@@ -48,9 +48,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `sharding.transfer`, which is imported at their first use: only a change of the layout needs it."""
+    """The names of two modules that a step does not need: boxes are for checkpoints, transfers for a change of the layout."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from sharding import transfer
+    from sharding import flat_runs, transfer
 
-    return getattr(transfer, name)
+    return getattr(flat_runs if hasattr(flat_runs, name) else transfer, name)

@@ -1,7 +1,7 @@
 """`write`, `DcpReader`: fragments of flat tensors to and from files of torch.distributed.checkpoint.
 
 The files are written and read by PyTorch's own `FileSystemWriter` and `FileSystemReader`, so that any job can load them with
-`torch.distributed.checkpoint.load`. A fragment is a flat run of an n-dimensional tensor; its boxes (`sharding.boxes`) are
+`torch.distributed.checkpoint.load`. A fragment is a flat run of an n-dimensional tensor; its boxes (`sharding.flat_runs`) are
 PyTorch's chunks. Nothing here communicates.
 """
 

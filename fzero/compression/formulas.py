@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from fzero.optim.precision import hashed
+from fzero.optim.rounding import hashed
 
 Number = int | Tensor
 

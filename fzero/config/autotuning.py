@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from fzero.config.fields import Block, Count, message_of, number, only
-from fzero.config.files import ConfigError
+from fzero.config.fields import Block, ConfigError, Count, message_of, number, only
 from fzero.config.unused_keys import unknown_key
 
 
@@ -70,7 +69,7 @@ def autotuning(keys: Mapping[str, Any]) -> Autotuning:
     'random'
     >>> autotuning({"autotuning": {"fats": True}})
     Traceback (most recent call last):
-    fzero.config.files.ConfigError: autotuning.fats: unknown key; did you mean 'fast'?
+    fzero.config.fields.ConfigError: autotuning.fats: unknown key; did you mean 'fast'?
     """
     block = keys.get("autotuning") or {}
     if not isinstance(block, Mapping):

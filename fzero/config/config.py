@@ -16,8 +16,18 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_valid
 from pydantic_core import ErrorDetails
 
 from fzero.config.elasticity import Elasticity
-from fzero.config.fields import LOWER, Block, Count, Dtype, Number, Rate, block_of, later, message_of
-from fzero.config.files import ConfigError as ConfigError, read
+from fzero.config.fields import (
+    LOWER,
+    Block,
+    ConfigError as ConfigError,
+    Count,
+    Dtype,
+    Number,
+    Rate,
+    block_of,
+    later,
+    message_of,
+)
 from fzero.config.offload import AIO
 from fzero.config.optimizer_block import AdamW, OptimizerBlock
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
@@ -289,13 +299,15 @@ class Config(Block):
         >>> Config.load({"optimizer": {"type": "AdanW"}})  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         ...
-        fzero.config.files.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, ...)
+        fzero.config.fields.ConfigError: optimizer: no optimizer is named 'AdanW'; did you mean 'AdamW'? (known: Adam, ...)
         """
         if isinstance(source, Config):
             return source
         from fzero.config.unused_keys import SAYS_NOT_YET, split_keys
 
         if isinstance(source, str | Path):
+            from fzero.config.files import read  # a mapping needs no parser
+
             source = read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(

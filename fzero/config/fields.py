@@ -23,6 +23,10 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 
+class ConfigError(ValueError):
+    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix."""
+
+
 def number(value: object) -> object:
     """An integral float as an int, also one in a string ("5e8"), anything else unchanged; raises a ValueError for a bool."""
     if isinstance(value, bool):

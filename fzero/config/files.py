@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 
 import hjson
 
-
-class ConfigError(ValueError):
-    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix."""
+from fzero.config.fields import ConfigError
 
 
 class _Repeated(NamedTuple):

@@ -9,8 +9,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import fzero.optim as optim
-from fzero.config.fields import Beta, Block, Rate, problems_of
-from fzero.config.files import ConfigError
+from fzero.config.fields import Beta, Block, ConfigError, Rate, problems_of
 
 if TYPE_CHECKING:
     from fzero.optim.fragments import ShardContents

@@ -8,8 +8,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from fzero.config.data_efficiency import Difficulty, LTDSchedule
-from fzero.config.fields import problems_of
-from fzero.config.files import ConfigError
+from fzero.config.fields import ConfigError, problems_of
 from fzero.data.layer_drop import theta
 
 

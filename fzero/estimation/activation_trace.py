@@ -37,7 +37,8 @@ from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, choose_modules
 from fzero.runtime.batches import map_tensors, without_memory
 from fzero.runtime.loss import LossFn, loss_of
-from fzero.runtime.module_binding import attributes_kept, bound, replaced_forwards
+from fzero.runtime.module_binding import bound
+from fzero.runtime.module_changes import attributes_kept, replaced_forwards
 from fzero.runtime.recomputation import Site, checkpointed
 from fzero.storage.buffer_sizes import pinned_nbytes
 from sharding.views import torch_dtype

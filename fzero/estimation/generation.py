@@ -15,7 +15,8 @@ from fzero.estimation.activation_trace import faked
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import PlainGPT
 from fzero.plans.plan import Plan
-from fzero.runtime.module_binding import attributes_kept, bound
+from fzero.runtime.module_binding import bound
+from fzero.runtime.module_changes import attributes_kept
 from sharding.views import torch_dtype
 
 

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from fzero.runtime.module_binding import own_forward, replaced_forwards, with_own_code
+from fzero.runtime.module_changes import own_forward, replaced_forwards, with_own_code
 from fzero.runtime.own_params import as_plain
 
 

@@ -42,7 +42,7 @@ from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.module_binding import attributes_kept
+from fzero.runtime.module_changes import attributes_kept
 from fzero.runtime.own_params import HeldStandIn, StandIn, late
 
 _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from fzero.config.files import ConfigError
+from fzero.config.fields import ConfigError
 
 _ALWAYS = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",

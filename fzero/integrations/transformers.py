@@ -33,7 +33,8 @@ except ModuleNotFoundError as error:
 
 from fzero.common.pickles import load_tensors
 from fzero.comms.rendezvous import launched
-from fzero.config.files import ConfigError, read as read_config
+from fzero.config.fields import ConfigError
+from fzero.config.files import read as read_config
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer

@@ -14,27 +14,20 @@ if TYPE_CHECKING:
         matrix as matrix,
         torch_optim as torch_optim,
     )
+    from fzero.optim.adam_kernels import adam as adam, adamw as adamw
     from fzero.optim.elementwise import check_elementwise as check_elementwise
     from fzero.optim.fragments import ShardContents as ShardContents
     from fzero.optim.loss_scale import LossScale as LossScale, LossScaling as LossScaling
     from fzero.optim.matrix import adafactor as adafactor, lamb as lamb, muon as muon
+    from fzero.optim.optimizers import adagrad as adagrad, lion as lion, scale as scale, sgd as sgd
     from fzero.optim.precision import Precision as Precision, mixed_precision as mixed_precision
     from fzero.optim.torch_optim import torch_optimizer as torch_optimizer
-    from fzero.optim.transforms import (
-        Transform as Transform,
-        adagrad as adagrad,
-        adam as adam,
-        adamw as adamw,
-        chain as chain,
-        lion as lion,
-        scale as scale,
-        sgd as sgd,
-        skip_if as skip_if,
-    )
+    from fzero.optim.transforms import Transform as Transform, chain as chain, skip_if as skip_if
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
+            "adam_kernels": "adam adamw",
             "elementwise": "check_elementwise",
             "fragments": "ShardContents",
             "loss_scale": "LossScale LossScaling",
@@ -42,6 +35,7 @@ else:
             "precision": "Precision mixed_precision",
             "torch_optim": "torch_optimizer",
             "": "elementwise lr_schedules matrix torch_optim",
-            "transforms": "Transform adagrad adam adamw chain lion scale sgd skip_if",
+            "optimizers": "adagrad lion scale sgd",
+            "transforms": "Transform chain skip_if",
         },
     )

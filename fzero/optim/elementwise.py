@@ -60,7 +60,7 @@ def check_elementwise(transform: Transform, *, name: str = "transform") -> None:
     Traceback (most recent call last):
     ...
     ValueError: norm: must be elementwise, ...
-    >>> from fzero.optim.transforms import adamw
+    >>> from fzero.optim.adam_kernels import adamw
     >>> check_elementwise(adamw(1e-3))
     """
     check_transform_kind(name, transform)
@@ -118,7 +118,7 @@ def find_cut(
 def started(transform: Transform, param: Tensor, count: int) -> Any:
     """The state of `init`, with its counts of updates set to `count`.
 
-    >>> from fzero.optim.transforms import adamw
+    >>> from fzero.optim.adam_kernels import adamw
     >>> started(adamw(1e-3), torch.zeros(2), 9_999).step
     tensor(9999.)
     """

@@ -18,7 +18,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from sharding.boxes import Box, boxes
+from sharding.flat_runs import Box, boxes
 from sharding.layout import FlatLayout
 
 CHUNK = 2**18

@@ -6,13 +6,12 @@ and of its state. Nothing else changes a dtype, and `step.plan` shows all of the
 
 An update is computed in fp32 (fp64 for fp64), whatever the dtypes in memory: `mixed_precision` wraps a transform, so that it
 reads narrow numbers and rounds once, at the end. Rounding to the nearest loses updates smaller than half the last bit;
-stochastic rounding keeps them on average (Gupta et al. 2015, arXiv:1502.02551).
+`fzero.optim.rounding` keeps them on average.
 """
 
 from __future__ import annotations
 
 import pkgutil
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
@@ -123,6 +122,7 @@ def find_class(name: str) -> type:
 TILE = 1 << 18
 """Elements that are updated at a time, so that their temporary tensors fit into the processor's cache."""
 
+
 NUM_SALTS = 16
 """The largest number of tensors of one update that a graph rounds at random."""
 
@@ -133,41 +133,6 @@ on; `index` is the index of that tensor in the update."""
 
 def to_nearest(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
     narrow.copy_(wide)
-
-
-def salts_of(seed: int, num: int) -> list[int]:
-    """Numbers that make the random bits of each update and tensor differ from those of others."""
-    return [zlib.crc32(f"{seed}/{index}".encode()) for index in range(num)]
-
-
-def stochastic(seed: int | Tensor, place: int | Tensor) -> Rounding:
-    """Rounds fp32 to bf16 up or down, with probabilities given by the distances to the two neighbours.
-
-    The random bits are a hash of `seed` (or of its `salts_of`, an int64 tensor) and of the element's index among all
-    parameters, so that all ranks and stages round alike. The first element of the tensor has the index `place`. Other pairs of
-    dtypes are rounded to the nearest.
-    """
-
-    def round_(wide: Tensor, narrow: Tensor, start: int, index: int) -> None:
-        if wide.dtype != torch.float32 or narrow.dtype != torch.bfloat16 or not wide.numel():
-            narrow.copy_(wide)
-            return
-        places = torch.arange(start, start + wide.numel(), device=wide.device) + place
-        salt = seed[index] if isinstance(seed, Tensor) else zlib.crc32(f"{seed}/{index}".encode())
-        noise = hashed(places + salt) & 0xFFFF
-        bits = wide.contiguous().view(torch.int32) + noise.to(torch.int32)
-        # The mask cuts off the 16 bits that bf16 does not have. Infinities and NaN are not changed.
-        narrow.copy_(torch.where(wide.isfinite(), (bits & -0x10000).view(torch.float32), wide))
-
-    return round_
-
-
-def hashed(x: Tensor) -> Tensor:
-    """Random-looking 32 bits of int64 numbers (the finalizer of MurmurHash3)."""
-    x = x & 0xFFFFFFFF
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        x = ((x ^ (x >> shift)) * factor) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def mixed_precision(

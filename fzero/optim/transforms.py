@@ -11,8 +11,8 @@ in stage 0 it is a full buffer, in other stages a shard, and no transform knows 
 A link of a `chain` that changes gradients (`scale`, say) returns the parameter unchanged. A link that changes the
 parameter consumes the gradient. Both have one type, so that a fused kernel is a link like any other.
 
-All transforms in this file are elementwise: a shard of the update is the update of a shard. The others are in
-`fzero.optim.matrix`. `fzero.optim.elementwise` checks whether a transform is elementwise.
+The transforms of `fzero.optim.adam_kernels` and `fzero.optim.optimizers` are elementwise: a shard of the update is the update
+of a shard. Those of `fzero.optim.matrix` are not. `fzero.optim.elementwise` checks whether a transform is elementwise.
 
 A learning rate may be a 0-d tensor. Then it is data in a captured graph and not a constant. Fused kernels cannot be
 captured; a graph holds the same formula, operation by operation, for a compiler to fuse.
@@ -20,11 +20,9 @@ captured; a graph holds the same formula, operation by operation, for a compiler
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -94,6 +92,7 @@ def skip_if(skip: Tensor, transform: Transform) -> Transform:
 def chain(*transforms: Transform) -> Transform:
     """The transforms one after the other; the state is the tuple of their states.
 
+    >>> from fzero.optim.optimizers import scale, sgd
     >>> halved = chain(scale(0.5), sgd(lr=1.0))
     >>> grad, param = torch.tensor([4.0]), torch.tensor([10.0])
     >>> halved.update(grad, param, halved.init(param))[1]
@@ -143,12 +142,12 @@ def add_times(x: Tensor, y: Tensor, factor: Rate) -> Tensor:
     return x.add_(y.to(x.dtype) * factor) if isinstance(factor, Tensor) else x.add_(y, alpha=factor)
 
 
-def _lerp(x: Tensor, y: Tensor, weight: Rate) -> Tensor:
+def lerp(x: Tensor, y: Tensor, weight: Rate) -> Tensor:
     """Sets `x` to `x + weight * (y - x)`, in place."""
     return x.lerp_(y, weight.to(x.dtype)) if isinstance(weight, Tensor) else x.lerp_(y, weight)
 
 
-def _run_fused(
+def run_fused(
     kernel: Callable[..., None], params: Sequence[Tensor], grads: Sequence[Tensor], *moments: Sequence[Tensor]
 ) -> None:
     """Calls a fused kernel of PyTorch, which writes parameters and moments in place.
@@ -165,272 +164,6 @@ def _run_fused(
                 x.copy_(copy)
 
 
-class ScaleState(NamedTuple):
-    """The state of `scale`, which is empty."""
-
-
-def scale(factor: float) -> Transform:
-    """Multiplies the gradient by `factor`."""
-    if not isinstance(factor, int | float):
-        raise ValueError(f"scale: factor must be a number, got {factor!r}; pass 0.5, say")
-
-    def init(param: Tensor) -> ScaleState:
-        return ScaleState()
-
-    def update(grad: Tensor, param: Tensor, state: ScaleState) -> tuple[Tensor, Tensor, ScaleState]:
-        return grad.mul_(factor), param, state
-
-    def specs(param: TensorSpec) -> ScaleState:
-        return ScaleState()
-
-    return Transform(init, update, specs)
-
-
-class SGDState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); `momentum` is the running direction, None when the factor is 0."""
-
-    step: Leaf
-    momentum: Leaf | None
-
-
-def sgd(
-    lr: Rate, *, momentum: float = 0.0, dampening: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
-) -> Transform:
-    """`torch.optim.SGD`: weight decay joins the gradient (L2).
-
-    Raises:
-        ValueError: a value is negative, or nesterov comes without momentum or with dampening.
-    """
-    check_range("sgd", lr=lr, momentum=momentum, weight_decay=weight_decay)
-    if nesterov and (momentum <= 0 or dampening != 0):
-        raise ValueError(
-            f"sgd: nesterov needs momentum > 0 and dampening = 0, got {momentum} and {dampening}; change one of them"
-        )
-
-    def init(param: Tensor) -> SGDState[Tensor]:
-        return SGDState(no_steps(param), torch.zeros_like(param) if momentum else None)
-
-    def update(grad: Tensor, param: Tensor, state: SGDState[Tensor]) -> tuple[Tensor, Tensor, SGDState[Tensor]]:
-        if weight_decay:
-            grad.add_(param, alpha=weight_decay)
-        direction = grad
-        if state.momentum is not None:
-            # torch.optim dampens every gradient but the first. The step is a tensor, so that this is data and not a branch.
-            kept = torch.where(state.step == 0, 1.0, 1.0 - dampening) if dampening else None
-            state.momentum.mul_(momentum).add_(grad if kept is None else grad.mul_(kept))
-            direction = grad.add_(state.momentum, alpha=momentum) if nesterov else state.momentum
-        add_times(param, direction, -lr)
-        return grad, param, SGDState(state.step.add_(1), state.momentum)
-
-    def specs(param: TensorSpec) -> SGDState[TensorSpec]:
-        return SGDState(step_spec(param), param if momentum else None)
-
-    return Transform(init, update, specs)
-
-
-def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Counts an update, unless it is skipped."""
-    if steps and found_inf is None and not is_traced():
-        torch._foreach_add_(steps, 1)
-        return
-    for step in steps:
-        step.add_(1 if found_inf is None else 1 - found_inf)
-
-
-class AdamState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); the moments have the parameter's shape and dtype."""
-
-    step: Leaf
-    exp_avg: Leaf
-    exp_avg_sq: Leaf
-
-
-def adamw(
-    lr: Rate,
-    *,
-    betas: tuple[Rate, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.01,
-    bias_correction: bool = True,
-) -> Transform:
-    """`torch.optim.AdamW` (decoupled weight decay, arXiv:1711.05101), by PyTorch's fused kernel: one pass over memory.
-
-    Without `bias_correction` (torch has no such flag) the moments are used as they are.
-    """
-    return _adam("adamw", torch._fused_adamw_, lr, betas, eps, weight_decay, bias_correction)
-
-
-def adam(
-    lr: Rate,
-    *,
-    betas: tuple[Rate, float] = (0.9, 0.999),
-    eps: float = 1e-8,
-    weight_decay: float = 0.0,
-    bias_correction: bool = True,
-) -> Transform:
-    """`torch.optim.Adam` (weight decay joins the gradient), by PyTorch's fused kernel: one pass over memory.
-
-    Without `bias_correction` (torch has no such flag) the moments are used as they are.
-    """
-    return _adam("adam", torch._fused_adam_, lr, betas, eps, weight_decay, bias_correction)
-
-
-def _adam(
-    name: str,
-    kernel: Callable[..., None],
-    lr: Rate,
-    betas: tuple[Rate, float],
-    eps: float,
-    weight_decay: float,
-    bias_correction: bool,
-) -> Transform:
-    check_range(name, lr=lr, eps=eps, weight_decay=weight_decay)
-    check_betas(name, betas)
-
-    def init(param: Tensor) -> AdamState[Tensor]:
-        return AdamState(no_steps(param), torch.zeros_like(param), torch.zeros_like(param))
-
-    def update(
-        grad: Tensor, param: Tensor, state: AdamState[Tensor], found_inf: Tensor | None = None
-    ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        return grad, param, update_fused([grad], [param], [state], found_inf)[0]
-
-    def update_fused(
-        grads: Sequence[Tensor],
-        params: Sequence[Tensor],
-        states: Sequence[AdamState[Tensor]],
-        found_inf: Tensor | None = None,
-    ) -> list[AdamState[Tensor]]:
-        _advance([state.step for state in states], found_inf)
-        full = [(grad, x, *state) for grad, x, state in zip(grads, params, states, strict=True) if x.numel()]
-        if is_traced():
-            for grad, param, *leaves in full:
-                _adam_by_element(
-                    grad, param, AdamState(*leaves),
-                    lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, is_decoupled=kernel is torch._fused_adamw_,
-                    bias_correction=bias_correction,
-                )  # fmt: skip
-        elif full:
-            full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
-            if not bias_correction:  # after infinitely many updates the kernel corrects nothing: 1 - beta**inf is 1
-                steps = tuple(torch.full_like(step, math.inf) for step in steps)
-
-            def run(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
-                kernel(
-                    params, grads, exp_avgs, exp_avg_sqs, [], steps,
-                    lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-                    amsgrad=False, maximize=False, found_inf=found_inf,
-                )  # fmt: skip
-
-            _run_fused(run, full_params, full_grads, exp_avgs, exp_avg_sqs)
-        return list(states)
-
-    def update_skip_if(
-        skip: Tensor, grad: Tensor, param: Tensor, state: AdamState[Tensor]
-    ) -> tuple[Tensor, Tensor, AdamState[Tensor]]:
-        return update(grad, param, state, skip.float())
-
-    def specs(param: TensorSpec) -> AdamState[TensorSpec]:
-        return AdamState(step_spec(param), param, param)
-
-    return Transform(init, update, specs, update_skip_if, (update, update_fused))
-
-
-def _adam_by_element(
-    grad: Tensor,
-    param: Tensor,
-    state: AdamState[Tensor],
-    *,
-    lr: Rate,
-    betas: tuple[Rate, float],
-    eps: float,
-    weight_decay: float,
-    is_decoupled: bool,
-    bias_correction: bool,
-) -> None:
-    """The formula of the fused kernels, operation by operation; `is_decoupled` is AdamW's weight decay."""
-    count = state.step.double() if bias_correction else torch.full_like(state.step, math.inf, dtype=torch.float64)
-    first, second = (1 - beta**count for beta in betas)
-    if is_decoupled:
-        param.mul_(1 - lr * weight_decay)
-    elif weight_decay:
-        grad = grad.add(param, alpha=weight_decay)
-    _lerp(state.exp_avg, grad, 1 - betas[0])
-    state.exp_avg_sq.mul_(betas[1]).addcmul_(grad, grad, value=1 - betas[1])
-    param.sub_(state.exp_avg / (state.exp_avg_sq.sqrt() / second.sqrt() + eps) * (lr / first))
-
-
-class AdagradState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); `sum` is the sum of the squared gradients."""
-
-    step: Leaf
-    sum: Leaf
-
-
-def adagrad(
-    lr: Rate,
-    *,
-    lr_decay: float = 0.0,
-    weight_decay: float = 0.0,
-    initial_accumulator_value: float = 0.0,
-    eps: float = 1e-10,
-) -> Transform:
-    """`torch.optim.Adagrad` (Duchi et al. 2011; weight decay joins the gradient), by PyTorch's fused kernel."""
-    given = {"initial_accumulator_value": initial_accumulator_value, "eps": eps}
-    check_range("adagrad", lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, **given)
-
-    def init(param: Tensor) -> AdagradState[Tensor]:
-        return AdagradState(no_steps(param), torch.full_like(param, initial_accumulator_value))
-
-    def update(grad: Tensor, param: Tensor, state: AdagradState[Tensor]) -> tuple[Tensor, Tensor, AdagradState[Tensor]]:
-        step = state.step.add_(1)
-        if is_traced():
-            decayed = grad.add(param, alpha=weight_decay) if weight_decay else grad
-            state.sum.addcmul_(decayed, decayed)
-            param.sub_(decayed / (state.sum.sqrt() + eps) * (lr / (1 + (step.double() - 1) * lr_decay)))
-        elif param.numel():
-            kernel = partial(
-                torch._fused_adagrad_,
-                lr=lr, lr_decay=lr_decay, weight_decay=weight_decay, eps=eps, maximize=False, state_steps=[step],
-            )  # fmt: skip
-            _run_fused(kernel, [param], [grad], [state.sum])
-        return grad, param, AdagradState(step, state.sum)
-
-    def specs(param: TensorSpec) -> AdagradState[TensorSpec]:
-        return AdagradState(step_spec(param), param)
-
-    return Transform(init, update, specs)
-
-
-class LionState(NamedTuple, Generic[Leaf]):
-    """`step` counts updates (0-d float32); `exp_avg` is the momentum."""
-
-    step: Leaf
-    exp_avg: Leaf
-
-
-def lion(lr: Rate, *, betas: tuple[Rate, float] = (0.9, 0.99), weight_decay: float = 0.0) -> Transform:
-    """Lion (Chen et al., arXiv:2302.06675, algorithm 2): the sign of a momentum, with decoupled weight decay."""
-    check_range("lion", lr=lr, weight_decay=weight_decay)
-    check_betas("lion", betas)
-
-    def init(param: Tensor) -> LionState[Tensor]:
-        return LionState(no_steps(param), torch.zeros_like(param))
-
-    def update(grad: Tensor, param: Tensor, state: LionState[Tensor]) -> tuple[Tensor, Tensor, LionState[Tensor]]:
-        # The mix of gradient and momentum, whose sign is the direction, overwrites the gradient. The new momentum
-        # b1·m + (1 - b1)·g follows from the mix, because g = (mix - b0·m) / (1 - b0). So no other memory is needed.
-        mix, weight = _lerp(grad, state.exp_avg, betas[0]), (1 - betas[1]) / (1 - betas[0])
-        add_times(state.exp_avg.mul_(betas[1] - betas[0] * weight), mix, weight)
-        add_times(param.mul_(1 - lr * weight_decay), mix.sign_(), -lr)
-        return grad, param, LionState(state.step.add_(1), state.exp_avg)
-
-    def specs(param: TensorSpec) -> LionState[TensorSpec]:
-        return LionState(step_spec(param), param)
-
-    return Transform(init, update, specs)
-
-
 def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors have the same dtype, shape and elements; a NaN equals a NaN of the same bits."""
     if x.dtype != y.dtype or x.shape != y.shape:
@@ -441,6 +174,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 def leaf_names(state: Any) -> list[str]:
     """The tensors of a state, each as the Python expression that reads it.
 
+    >>> from fzero.optim.adam_kernels import AdamState
     >>> leaf_names(AdamState(torch.zeros(()), torch.zeros(1), torch.zeros(1)))
     ['state.step', 'state.exp_avg', 'state.exp_avg_sq']
     """

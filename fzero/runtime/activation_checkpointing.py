@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero.runtime.module_binding import replaced_forwards
+from fzero.runtime.module_changes import replaced_forwards
 
 Choice = int | Callable[[str, nn.Module], bool]
 """n, for every n-th unit that is one module (the first included); or a function of a module and its name."""

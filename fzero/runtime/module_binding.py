@@ -7,13 +7,12 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, takewhile
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -277,25 +276,6 @@ def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[
             torch.cuda.set_rng_state(own["cuda"], device)
 
 
-@contextmanager
-def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """Restores the attributes of all modules on exit, including the contents of their lists, sets and dicts.
-
-    For a run on tensors without memory: otherwise the model would keep such a tensor, for example a table that it makes once.
-    """
-    owned = [(vars(module), dict(vars(module))) for module in model.modules()]
-    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
-    try:
-        yield
-    finally:
-        for now, before in (*held, *owned):
-            now.clear()
-            now.extend(before) if isinstance(now, list) else now.update(before)
-
-
-_CONTAINERS = (list, set, dict, OrderedDict, defaultdict)
-
-
 def beneath_model(num_modes: int) -> AbstractContextManager[object]:
     """Inside, nothing that a model has entered is active: `no_grad`, inference mode, a transform of torch.func, a dispatch mode.
 
@@ -334,45 +314,6 @@ def _without_modes(num_modes: int) -> Iterator[None]:
     finally:
         for mode in reversed(modes):
             _push_mode(mode)
-
-
-@contextmanager
-def replaced_forwards(
-    model: nn.Module, names: Sequence[str], replace: Callable[[str, nn.Module], Callable[..., Any]]
-) -> Iterator[None]:
-    """Inside, the `forward` of each named module is the result of `replace(name, module)`; afterwards `model` is unchanged.
-
-    `replace` is called once for a module with several of the names.
-    """
-    found: list[tuple[nn.Module, dict[str, Any]]] = []
-    try:
-        for name in names:
-            module = model.get_submodule(name)
-            if not any(module is other for other, _ in found):
-                forward = replace(name, module)
-                found.append((module, own_forward(module)))
-                module.__dict__["forward"] = forward
-        yield
-    finally:
-        for module, own in found:
-            module.__dict__.pop("forward", None)
-            module.__dict__.update(own)
-
-
-def own_forward(module: nn.Module) -> dict[str, Any]:
-    """The module's own `forward`, by key, where it overrides that of its class."""
-    return {key: module.__dict__[key] for key in ("forward",) if key in module.__dict__}
-
-
-def with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A copy with its own code object: `torch.compile` caches by code, and all objects of a class share a method's code."""
-    if isinstance(function, MethodType):
-        return MethodType(with_own_code(function.__func__), function.__self__)
-    assert isinstance(function, FunctionType)
-    code, name = function.__code__.replace(), function.__name__
-    copy = FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 def _parents_of_ties(aliases: dict[str, str]) -> set[str]:

@@ -24,7 +24,7 @@ from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label, label_of
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.optim.precision import NUM_SALTS, mixed_precision, salts_of, stochastic
+from fzero.optim.precision import NUM_SALTS, mixed_precision
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -261,6 +261,8 @@ class Updater:
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
+            from fzero.optim.rounding import stochastic  # other updates do not load it
+
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
@@ -298,6 +300,8 @@ class Updater:
         if hyper.momentum is not None:
             traced.momentum.fill_(hyper.momentum)
         if self.places is not None:
+            from fzero.optim.rounding import salts_of
+
             traced.num_updates.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
 
 

@@ -38,7 +38,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.profiling.machine import MeasuredRates, mean_rates, rates_of_rank
 from fzero.runtime.batches import map_tensors
 from fzero.runtime.loss import LossFn
-from fzero.runtime.module_binding import replaced_forwards
+from fzero.runtime.module_changes import replaced_forwards
 from fzero.storage.host_memory import host_memory, process_memory
 from fzero.tuning.space import Kind, Planned, Planner, batch_keys, candidates
 

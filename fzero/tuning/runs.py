@@ -295,7 +295,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def reason(log: str, code: int, request: Request) -> str:
     """Why a run failed, in a few words, from its output.
 
-    >>> reason("fzero: rank 0 on a ended with code 1 …\\n    fzero.config.files.ConfigError: x: must be 1\\n", 1,
+    >>> reason("fzero: rank 0 on a ended with code 1 …\\n    fzero.config.fields.ConfigError: x: must be 1\\n", 1,
     ...        Request("measure", ""))
     'ConfigError: x: must be 1'
     """

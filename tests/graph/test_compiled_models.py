@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training import VOCABULARY, Odd, Plain, config, make, part, tokens, train, vectors
 
 import fzero
-from fzero.optim.transforms import AdamState
+from fzero.optim.adam_kernels import AdamState
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

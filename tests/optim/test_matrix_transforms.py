@@ -22,7 +22,7 @@ from fzero.optim.fragments import ShardContents
 from fzero.optim.matrix import adafactor, lamb, muon, orthogonalise
 from fzero.optim.transforms import Transform
 from sharding import Replicated, Sharded, TensorSpec
-from sharding.boxes import boxes
+from sharding.flat_runs import boxes
 from sharding.layout import FlatLayout
 from sharding.testing import layouts, shapes
 from sharding.views import dtype_name, flatten, take_shard, unflatten

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
 
 import fzero
-from fzero.optim.precision import mixed_precision, stochastic
+from fzero.optim.precision import mixed_precision
+from fzero.optim.rounding import stochastic
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 NUM_STEPS = 4

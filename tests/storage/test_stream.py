@@ -20,20 +20,10 @@ from profiles import examples
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fzero.optim.precision import long_leaves, mixed_precision, stochastic
-from fzero.optim.transforms import (
-    Transform,
-    adagrad,
-    adam,
-    adamw,
-    chain,
-    leaf_names,
-    lion,
-    same_bits,
-    scale,
-    sgd,
-    skip_if,
-)
+from fzero.optim import Transform, adagrad, adam, adamw, chain, lion, scale, sgd, skip_if
+from fzero.optim.precision import long_leaves, mixed_precision
+from fzero.optim.rounding import stochastic
+from fzero.optim.transforms import leaf_names, same_bits
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, TensorRange
@@ -378,7 +368,7 @@ from fzero.storage.file_tensor import FileSpec
 from fzero.storage.file_store import FileStore
 from fzero.storage.movers import DeviceMover, FileMover
 from fzero.storage.stream import Streamed, init_streamed, update_streamed
-from fzero.optim.transforms import adamw
+from fzero.optim import adamw
 
 torch.set_num_threads(1)
 folder, room, where = sys.argv[1], int(sys.argv[2]), sys.argv[3]

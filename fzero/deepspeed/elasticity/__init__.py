@@ -8,7 +8,7 @@ from typing import Any
 
 from fzero.config.config import Config
 from fzero.config.elastic_sizes import elastic_batch
-from fzero.config.files import (
+from fzero.config.fields import (
     ConfigError as ElasticityConfigError,
     ConfigError as ElasticityError,
     ConfigError as ElasticityIncompatibleWorldSize,

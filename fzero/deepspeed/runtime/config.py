@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from fzero.config.config import Config
-from fzero.config.files import ConfigError, read
+from fzero.config.fields import ConfigError
+from fzero.config.files import read
 from fzero.deepspeed.comm import get_rank, get_world_size
 from fzero.engine.settings_table import look_up
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fzero.config.config import Config
-from fzero.config.files import ConfigError
+from fzero.config.fields import ConfigError
 from fzero.engine.client_optimizers import lr_of
 from fzero.engine.optimizer import ConfiguredScheduler
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fzero.config.files import ConfigError as ZeRORuntimeException
+from fzero.config.fields import ConfigError as ZeRORuntimeException
 from fzero.deepspeed.runtime.zero.partition_parameters import is_zero_param
 
 ZERO_SUPPORTED_OPTIMIZERS = [torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD]
