@@ -164,7 +164,7 @@ def main() -> None:
         for other in blocks
         for stage in args.stages.split(",")
     ]
-    table = Table("", title="Scale on paper", title_justify="left")
+    table = Table("", title="Scale, estimated", title_justify="left")
     for found, _ in results:
         table.add_column(
             f"{found.model}, {found.num_blocks} blocks\n{found.world_size} ranks, stage {found.stage}", justify="right"

@@ -52,7 +52,7 @@ QUANTITIES = {
     "kept": "kept buffers",
     "streams": "streams",
     "activations": "activations",
-    "sub-groups": "on its way",
+    "sub-groups": "in transfer",
     "gaps": "pinned, rounded up",
 }
 """The names of quantities in the table."""

@@ -65,11 +65,11 @@ class DryPass:
         """One forward and backward, the first or last of its step; `order` is that of its collectives."""
         self.is_first, self.is_last = is_first, is_last
         self._reduced, self._leaving = set[str](), deque[float]()
-        scheduler, turn = self.scheduler, order.index(BOUNDARY) + 1
-        scheduler.begin(order[:turn])
+        scheduler, boundary = self.scheduler, order.index(BOUNDARY) + 1
+        scheduler.begin(order[:boundary])
         self.execute(scheduler.begin_forward(is_first=True))
         for part in parts:
-            self._follow(part, order[turn:])
+            self._follow(part, order[boundary:])
         self.execute(scheduler.end_backward())
         self.ledger.write()
         self.execute(scheduler.finish())

@@ -33,7 +33,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.runtime.loss import LossFn
 
 Progress = Callable[[int, int], None]
-"""Is told how many configurations are planned, and of how many."""
+"""A function that gets the number of configurations planned so far, and of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,10 +188,10 @@ def fit(
     for name, value in (("device", device_nbytes), ("host", host_nbytes), ("disk", disk_nbytes)):
         check_kind(f"{name}_nbytes", value, int | float, "a number of bytes", "pass 80e9 for 80 GB, say")
     limits = Limits(device_nbytes, host_nbytes, disk_nbytes)
-    choices, told = list(search.choices()), progress or (lambda done, total: None)
+    choices, report = list(search.choices()), progress or (lambda done, total: None)
     tried: list[Rung] = []
     for done, choice in enumerate(choices):
-        told(done, len(choices))
+        report(done, len(choices))
         tried += filter(None, [search.rung("", choice)])
     holding = (rung for rung in tried if limits.hold(rung))
     best = min(holding, key=lambda rung: (rung.seconds, rung.choice.small, rung.device_nbytes), default=None)
@@ -211,7 +211,7 @@ def fit(
             device=device,
             activations=search.activations,
         )
-    told(len(choices), len(choices))
+    report(len(choices), len(choices))
     num_samples = samples_of(batch)
     return Fit(limits, best, ladder, tuple(search.notes()), search.machine, num_samples, pipelines)
 

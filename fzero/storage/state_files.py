@@ -31,7 +31,7 @@ class StateFiles:
         sub_group_numel: elements of a sub-group.
         most: the most tensors in files of one sub-group, as `Streaming.num_buffers` counts them.
         extra: the most tensors in files of one sub-group that it does not count (new parameters beside their master).
-        staged_nbytes: bytes of full shards in memory at once, on their way.
+        staged_nbytes: bytes of full shards in memory at once, in transfer.
 
     Raises:
         StoreError, MemoryError: the files cannot be made, or there is no room for the buffers; nothing is left.
