@@ -89,8 +89,8 @@ class LockstepRanks:
     """A train step whose ranks take turns in this process; made by `simulate`.
 
     Attributes:
-        steps: of each rank.
-        plan, specs: of every rank.
+        steps: each rank's step.
+        plan, specs: the plan and the specs, the same on every rank.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class LockstepRanks:
 
         Args:
             state: stacked; donated, unless the step was made with `donate=False`.
-            batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of micro-batches like that.
+            batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
         """
         self._origin.leave()
         states, batches = self.states_of(state), self.batches_of(batch)
@@ -270,7 +270,7 @@ class VmapRanks(LockstepRanks):
         return step
 
     def _look(self, state: TrainState[Tensor], batch: Any) -> None:
-        """Raises VmapError for a model with a backward that a capture would ignore, found in a forward of a copy of it."""
+        """Runs a forward of a copy of the model; raises VmapError if the model has a backward that a capture would ignore."""
         step = self._make(None)
         assert step.program is not None
         self._stacked.random = RandomByRank(state.rng["cpu"])
@@ -371,8 +371,8 @@ def simulate(
     """The same step on `world_size` ranks, all of them in this process.
 
     Args:
-        step: of `make_train_step`, on any number of ranks; it is not changed. Made with
-            `mesh=fzero.comms.AbstractAxis("data", W)` it checks the batch sizes of W ranks.
+        step: a step of `make_train_step`, on any number of ranks; it is not changed. A step made with
+            `mesh=fzero.comms.AbstractAxis("data", W)` checks the batch sizes of W ranks.
         world_size: number of ranks W; None is the size of `mesh`, or the step's own.
         mesh: the mesh of the ranks; None is the step's own, if it has that many ranks.
         by: `"vmap"` runs all ranks at once: fast, to rounding; raises for models that `torch.vmap` cannot run. `"lockstep"`

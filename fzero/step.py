@@ -90,18 +90,18 @@ def make_train_step(
     compares model and configuration of all ranks.
 
     Args:
-        model: any module. Every step uses its structure; only `init` reads its weights, and nothing writes them:
-            `model.to("meta")` after `init` frees them. A model on `meta` is initialized unit by unit. Where `cfg` asks for
+        model: any module. Steps use its structure. Only `init` reads its weights, and nothing writes them, so
+            `model.to("meta")` after `init` may free them. A model on `meta` is initialized unit by unit. Where `cfg` asks for
             trained scores, masks or static ranges (`compression_training`), the step registers these in the modules.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
-            micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls `model` like the module. None calls the
+            micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls the `model` that it gets. None calls the
             model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`)
             and takes the output if it is a scalar, its `.loss`, or its first item.
-        mesh: the ranks: a `sharding.Mesh`, or a bound axis. The stage shards the state over the mesh axis `"data"`; ranks
-            along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or the mesh that
-            `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks that do not
-            exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
+        mesh: the ranks: a `sharding.Mesh`, or the axis that `fzero.join` returns. The stage shards the state over the mesh axis
+            `"data"`; ranks along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or
+            the mesh that `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks
+            that do not exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
             first match counts. `"params"` may be a function of name and parameter. The learning-rate schedule multiplies a
@@ -128,12 +128,13 @@ def make_train_step(
             but not on a rank's own loss.)
         schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on
             it in every step, for models whose units run in a data-dependent order; slower, and nothing is prefetched.
-        checkpoint: the modules for activation checkpointing: they keep only their inputs for the backward, and run again in it. A
-            number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks all of them, 2
-            the first, the third and so on. A function of a module's name and the module picks the outermost modules for which
+        checkpoint: the modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the
+            backward. A number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks
+            all of them, 2 the first, the third and so on. A function of a module's name and the module picks the outermost
+            modules for which
             it is true. Each should be no larger than a unit, because all parameters that it uses are gathered while its backward
             runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with generated code: to
-            rounding). With `compile="step"` the model must call each as a module.
+            rounding). With `compile="step"` the model must call each module itself, not its `forward`.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
             place; if optimizer state lives in other memory, the graph ends before the update, and parameters must be on the
             device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
@@ -147,8 +148,9 @@ def make_train_step(
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
-        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` has an axis `"pipe"`, model
-            is a `PipelineModule` or an `nn.Sequential`, a micro-batch (inputs, labels), and the loss `loss_fn(outputs, labels)`.
+        pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` must have an axis
+            `"pipe"`, and `model` must be a `PipelineModule` or an `nn.Sequential`. A micro-batch is (inputs, labels), and the
+            loss is `loss_fn(outputs, labels)`.
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -212,9 +214,10 @@ class TrainStep:
         recipe: the arguments of `make_train_step`.
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
-        rank, world_size: of this process.
-        mesh: of all ranks. In a pipeline `plan` is that of this rank's stage, whose mesh is a part of this one.
-        device: where the state is, and the batch must be.
+        rank, world_size: this process' rank, and the number of ranks.
+        mesh: the mesh of all ranks. In a pipeline `plan` is the plan of this rank's stage, and `plan.mesh` is a part of this
+            mesh.
+        device: the device of the state; batches must be on it, too.
     """
 
     def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
@@ -257,13 +260,13 @@ class TrainStep:
         Args:
             state: the state from `init` or the previous step; it is donated (see `make_train_step`).
             batch: this rank's samples. With `gradient_accumulation_steps` it is cut into that many micro-batches along the
-                leading dimension of its tensors; or it is an iterator of micro-batches, and the next ones are taken.
+                leading dimension of its tensors; or it is an iterator, from which the step takes that many micro-batches.
 
         Raises:
             ValueError: the batch has another size than configured, the loss is no scalar, or a parameter was frozen or unfrozen.
             FloatingPointError: the loss or the gradient is not finite (on every rank; the state was not updated). On CUDA
                 a device-side assertion ends the process instead, so that no step waits for the device.
-            ScheduleError: on this rank, and not on all, the units ran in an order that does not fit the learned one.
+            ScheduleError: on this rank, but not on all ranks, the units ran in another order than the learned one.
             CollectiveError: another rank died or did not call.
         """
         run = self.runtime
@@ -294,7 +297,7 @@ class TrainStep:
     def forward(
         self, window: AccumulationWindow, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
     ) -> T:  # fmt: skip
-        """Calls `function`, which may call the model, and returns its result; tensors in it carry the graph.
+        """Calls `function`, which may call the model, and returns its result, whose tensors have autograd's graph.
 
         It uses the process' random state. Autograd keeps no gathered parameter alive, and no collective is under way afterwards.
 
@@ -390,7 +393,7 @@ class TrainStep:
         tensors with the old one and with `weights`, so a donating step that takes one of the states makes both invalid.
         `weights` holds flat buffers as in `step.weights`, in any floating dtype. Flat buffers that it lacks keep their weights.
 
-        *Collective* where a rank holds a shard of the weights and full parameters: every rank; sends `(W-1)/W` of them.
+        *Collective* if a rank holds full parameters but only a shard of the weights: every rank; each sends `(W-1)/W` of them.
         """
         return with_weights(self.runtime, state, weights)
 
@@ -407,8 +410,8 @@ class TrainStep:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
         unchanged. Arguments: see `forward`.
 
-        Use it for evaluation, and for gradients of inputs by autograd or torch.func. Such gradients keep the gathered parameters
-        that they need alive.
+        Use it for evaluation, and for gradients of inputs by autograd or torch.func. While autograd needs gathered parameters
+        for such a gradient, these stay in memory.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """

@@ -19,7 +19,7 @@ that are simulated in one process, call the verbs inside of `fzero.comms.Stacked
 
 `make_train_step` sends with the form for a flat buffer of a plan (`start_gather`, `start_reduce_scatter_grads`,
 `start_sum_replicas`, `start_join`), in eager, captured, lockstep and stacked steps. Nothing else sends parameters or gradients.
-It works on a mesh of any axes, goes through the plan's comm hooks, and returns at once. It sums gradients. The update multiplies
+It works on a mesh of several axes, uses the plan's comm hooks, and returns at once. It sums gradients. The update multiplies
 the sum by the factor that makes it a mean, together with the factor of clipping (`fzero.runtime.finish`).
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks; on a mesh of several axes F·S, F shards.
@@ -152,8 +152,8 @@ def optimizer_update(
         transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure, such as shards.
         state: the same structure, with the transform's state in place of each tensor.
-        donate: whether the result may use the memory of the arguments, which are lost; a train step donates its tensors. If not,
-            the transform works on copies.
+        donate: whether the result may use the memory of the arguments, which must then not be used again; a train step donates
+            its tensors. If False, the transform works on copies.
 
     Returns:
         The new parameters and the new state, with the structure of the old ones.
@@ -255,7 +255,7 @@ def start_join(
 
 
 def gather_flat(part: Tensor, buffer: FlatParamPlan, mesh: AxisMesh[Any]) -> Tensor:
-    """All P elements of a tensor of a flat buffer, from what this rank updates or holds of it. Exactly: without comm hooks.
+    """All P elements of a flat buffer's tensor, from this rank's part of it. They are sent exactly, without comm hooks.
 
     *Collective* where a rank has a part only: every rank; sends `(F-1)/F · P` elements.
 

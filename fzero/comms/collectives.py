@@ -224,7 +224,7 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
 
 
 def _check_constant(name: str, x: Tensor) -> None:
-    """Raises ValueError where a gradient would be lost: what a collective sends is written into memory that autograd ignores."""
+    """Raises ValueError if a gradient would be lost: a collective writes its result into memory that autograd does not follow."""
     if x.requires_grad and torch.is_grad_enabled():
         raise ValueError(
             f"{name}: must get a tensor without gradients, because it is not differentiable, and got one that requires them; "
@@ -233,7 +233,8 @@ def _check_constant(name: str, x: Tensor) -> None:
 
 
 def labelled(label: Label) -> AbstractContextManager[None]:
-    """Inside, a trace notes the label in `meta["custom"]["sent"]` of every node: of collectives, and of a comm hook's coding."""
+    """Inside, a trace writes the label into `meta["custom"]["sent"]` of every node: of collectives, and of a comm hook's
+    encoding."""
     context: AbstractContextManager[None] = torch.fx.traceback.annotate({"sent": label})
     return context
 
@@ -259,7 +260,7 @@ def _without_sending(label: Label, out: Tensor, after: Pending | None, source: T
 def _in_one_call(
     collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Bound, after: Pending | None, label: Label
 ) -> Pending | None:
-    """The backend's own collective on CUDA, or one of empty tensors; None where sends and receives are faster."""
+    """The backend's own collective (on CUDA), or none for empty tensors. Returns None if sends and receives are faster."""
     if x.numel() == 0:
         return _without_sending(label, out, after)
     if isinstance(axis, ProcessAxis) and x.is_cuda:
@@ -377,7 +378,7 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
 def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
     """Every rank's number, in rank order, outside the order of collectives; None unless all ranks call this within `seconds`.
 
-    For a rank that does not know whether the others are at the same place. The numbers go through the job's store.
+    Use it if the other ranks may not make this call. The numbers go through the job's store.
     """
     if axis.size == 1:
         return [value]

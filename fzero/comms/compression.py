@@ -1,8 +1,8 @@
 """Comm hooks that send fewer bytes: `compressed`, `error_feedback` and `reset_every`.
 
 `compressed(quantize(8))` for gathers and `compressed(quantize(4))` for reductions are ZeRO++ (Wang et al. 2023, qwZ and qgZ);
-with error feedback on the reductions they are LoCo (Xie et al. 2024). Every rank decodes its own shard like the others', so
-that all of them hold the same numbers. Sums are made in rank order, in fp32 or wider.
+with error feedback on the reductions they are LoCo (Xie et al. 2024). Every rank encodes and decodes its own shard, too, so
+that all ranks hold the same numbers. Sums are made in rank order, in fp32 or wider.
 
 Shape letters: P padded elements = W·S, S elements of a shard, W ranks.
 """
@@ -167,7 +167,8 @@ def reset_every(hook: CommHook, *, every: int) -> CommHook:
 def _make_after(
     make: Callable[[], Tensor], shape: tuple[int, ...], dtype: torch.dtype, like: Tensor, after: Pending | None
 ) -> tuple[Tensor, Pending | None]:
-    """A tensor that is made now or when `after` has ended, and the collective that must end before the tensor can be read."""
+    """A tensor that is made when `after` has ended (now, if it has), and the collective that must end before the tensor may be
+    read."""
     if after is None or after.has_ended:
         return make(), None
     made = like.new_empty(shape, dtype=dtype)

@@ -52,7 +52,7 @@ class Hub:
     def run(self, function: Callable[[int], T]) -> list[T]:
         """The results of `function(rank)` on every rank, in order.
 
-        When all have ended, it raises the error of the first rank whose error is not only that it waited for another rank.
+        When all have ended, it raises the first error. Errors of ranks that only waited for another rank count last.
         """
         self._clear()
         results: list[Any] = [None] * self.size

@@ -1,7 +1,7 @@
 """Meetings of ranks before a call that every rank must make. A rank that makes the call alone gets an error instead of a crash.
 
-If one rank alone saved, say, ranks in a step would receive its tensors as those of the step, and gloo aborts a process in C++ if
-sizes differ. So the ranks meet first, at the job's store:
+For example, if one rank alone saved, the other ranks, in a step, would receive its tensors as tensors of the step. If the sizes
+differ, gloo aborts the process in C++. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
 2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs (`fzero.comms.watchdog`) answer

@@ -1,4 +1,4 @@
-"""`Pending`: collectives under way, and those that a step that raised has left behind."""
+"""`Pending`: collectives under way, and those that a step left behind when it raised."""
 
 from __future__ import annotations
 
@@ -66,7 +66,8 @@ class Pending:
         return self.out
 
     def then(self, function: Callable[[Tensor], Tensor], out: Tensor | None = None) -> Pending:
-        """The same collective, but with `function(result)`, which will be in `out`; called now if this one has ended."""
+        """The same collective, whose result is `function(result)`, written to `out`. The function is called now if this one has
+        ended."""
         if self.has_ended:
             return ended(function(self.finish()), self.label)
         return Pending(self.label, self.works, lambda: function(self.finish()), out)

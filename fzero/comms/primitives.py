@@ -122,7 +122,7 @@ class Primitive:
 
         Raises:
             ValueError: `x` has no dimension, or the ranks cannot divide the last one; or the axis cannot run here; or the hook
-                has a state, or none for this collective.
+                has a state, or does not support this collective.
         """
         self._check(x, axis.size)
         if hook is not None:

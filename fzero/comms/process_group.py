@@ -137,7 +137,7 @@ def along(world: AnyRank, mesh: Mesh, name: str) -> AnyRank:
 
 
 def once_more(axis: Bound) -> Bound:
-    """The same ranks with a process group of their own beside the axis's, for collectives that must not wait for those there.
+    """The same ranks with a second process group, for collectives that must not wait for those of the axis's own group.
 
     *Collective* on a `ProcessAxis` of several ranks: every one.
     """
@@ -150,7 +150,8 @@ def once_more(axis: Bound) -> Bound:
 def group_of(
     parent: dist.ProcessGroup | None, ranks: tuple[int, ...], description: str, *, of: str = ""
 ) -> dist.ProcessGroup:
-    """The group of some `ranks` of a parent group, by their ranks in the whole job; one for each `of`."""
+    """The process group of some ranks of a parent group. `ranks` are their numbers in the whole job; another `of` is another
+    group."""
     parent = parent or dist.group.WORLD
     assert parent is not None
     parts = _PARTS.setdefault(parent, {})

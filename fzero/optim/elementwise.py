@@ -23,7 +23,7 @@ class Trial(NamedTuple):
     numel: int
     num_updates: int
     start: int = 0
-    """The number of earlier updates, by the state's own counts."""
+    """The number to which the state's own counts of updates are set before the first one."""
 
 
 SHORT_TRIAL = Trial(numel=128, num_updates=4)
@@ -133,7 +133,7 @@ def at_count(state: Any, counts: Sequence[int], count: int) -> Any:
 
 
 def counts_of(transform: Transform) -> list[int]:
-    """The indices, among the tensors of a state, of 0-d ones that each of the first two updates raises by one."""
+    """The indices, among the tensors of a state, of its counts: 0-d tensors that each of the first two updates raises by one."""
     param, grads = trial_tensors(torch.float32, Trial(numel=32, num_updates=2))
     state = transform.init(param)
     values = [[x.clone() for x in optree.tree_leaves(state)]]

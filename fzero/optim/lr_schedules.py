@@ -125,8 +125,8 @@ def one_cycle(
 
     Args:
         low, high: the ends of the cycle.
-        first_step_size, second_step_size: iterations up and down; None is the same number down as up.
-        first_stair_count, second_stair_count: stairs in each half, 0 is a slope; None is the same number down as up.
+        first_step_size, second_step_size: iterations up and down; None means as many down as up.
+        first_stair_count, second_stair_count: stairs up and down, 0 is a slope; None means as many down as up.
         decay_step_size: iterations per interval of the decay; 0 does not decay.
         decay_rate: the rate is divided by, and a momentum multiplied by, `1 + decay_rate · intervals`.
         inverse: True for a momentum, which goes from `high` to `low` and back (and is `low` in the first update).

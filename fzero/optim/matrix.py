@@ -112,8 +112,8 @@ def adafactor(
     A parameter of more than two dims is a stack of matrices in the last two dims. A buffer that also holds parameters of
     fewer than two dims keeps a second moment as long as the full buffer: give them a buffer of their own.
 
-    *Collective:* an update stacks R + C sums and one for each parameter, in the parameter's dtype, and then one for each
-    parameter, in float64.
+    *Collective:* an update sends two stacks of sums: R + C sums and one for each parameter, in the parameter's dtype; then one
+    for each parameter, in float64.
     """
     check_range("adafactor", lr=lr, weight_decay=weight_decay, eps_1=eps[0] or 0.0, eps_2=eps[1])
     if not (beta2_decay <= 0 and d >= 1):

@@ -152,7 +152,7 @@ def mixed_precision(
         rounding: rounds wide numbers to narrow ones.
         factor: multiplies the gradient (0-d).
         out: the new parameter is also written here, in the dtype of `out`.
-        tile: the number of elements that are updated at a time; None is all, as in a graph, where a compiler makes the tiles.
+        tile: the number of elements that are updated at a time. None updates all at once: in a graph a compiler makes the tiles.
     """
     kept = torch_dtype(state_dtype)
     is_long = long_leaves(transform)

@@ -4,8 +4,8 @@ A flat tensor is the only parameter of a new optimizer, and the optimizer's `sta
 Optimizers make that state in their first step; `init` makes zeros of the same names and shapes, found by two trial steps. Trial
 runs check a class: the update of each element must not depend on others, and the class must keep nothing outside of `state`.
 
-A graph holds the update as one operator, `fzero::torch_optimizer`, that runs the class when the graph runs: classes read numbers
-of their state, which a graph does not know.
+A graph holds the update as one operator, `fzero::torch_optimizer`, that runs the class when the graph runs, because classes
+read Python numbers from their state, and a trace has no values.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _step(
 
 _A_RATE = object()
 _IN_GRAPHS: list[tuple[type[Optimizer], dict[str, Any], optree.PyTreeSpec]] = []
-"""The class, the hyperparameters (`_A_RATE` for each tensor) and the tree of the state of each update in a graph."""
+"""For each update in a graph: the class, its hyperparameters (`_A_RATE` stands for a tensor), and the tree of its state."""
 
 
 @torch.library.custom_op("fzero::torch_optimizer", mutates_args=())

@@ -47,7 +47,7 @@ class WholeParams:
         cls: the class of the optimizer.
         arguments: its present hyper-parameters.
         blanks: the states of parameters that have been tried, by shape and dtype.
-        takes_contents: whether it takes the second argument; `UserTransform` asks that.
+        takes_contents: whether it takes the second argument; `UserTransform` reads this.
     """
 
     cls: type[Optimizer]
@@ -168,7 +168,8 @@ _TRIAL_SHAPES = ((6, 8), (5,), (3, 2, 4))
 def check_whole(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
     """Raises a ValueError unless the class treats parameters one by one and keeps everything in its `state`.
 
-    Four steps of one optimizer of several parameters are compared with those of new ones, each with the state of the last.
+    Four steps of one optimizer with several parameters are compared with four new optimizers, each of which gets the state that
+    the one before it left.
     """
     generator = torch.Generator().manual_seed(0)
     starts = [torch.randn(shape, generator=generator) for shape in _TRIAL_SHAPES]
@@ -193,7 +194,8 @@ def check_whole(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
 
 
 def check_shapes_do_not_matter(cls: type[Optimizer], params: Mapping[str, Any]) -> None:
-    """Raises a ValueError where a class steps a matrix otherwise than its elements in one dim, as they lie in a flat buffer."""
+    """Raises a ValueError if a class updates a matrix in another way than the same elements as a flat tensor, as in a flat
+    buffer."""
     generator = torch.Generator().manual_seed(0)
     start, grads = torch.randn(6, 8, generator=generator), torch.randn(4, 6, 8, generator=generator)
     with torch.random.fork_rng(devices=[]):

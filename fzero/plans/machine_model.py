@@ -21,8 +21,8 @@ class MachineModel:
         processor: bytes that the CPU reads and writes when it updates offloaded state; used by dry runs only. The default is
             an eighth of a node's memory bandwidth.
         flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
-        attention, attention_fp32: operations of fused attention, which on a CPU is far slower in 16 bits than products are;
-            None means those of products.
+        attention, attention_fp32: operations of fused attention; None means `flops` and `flops_fp32`. (On a CPU fused attention
+            in 16 bits is far slower than matrix products are.)
         overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
     """
 

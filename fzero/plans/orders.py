@@ -23,7 +23,7 @@ GivenOrder = OrderFunction | Sequence[str] | None
 
 
 def in_two_numbers(order: OrderFunction) -> OrderFunction:
-    """The order as a function of (number of parameters, number of ranks), whichever of them it takes."""
+    """The order as a function of (number of parameters, number of ranks), even if the given function takes only the first."""
     try:
         parameters = list(inspect.signature(order).parameters.values())
     except (TypeError, ValueError):  # some built-in functions have no signature
@@ -76,7 +76,7 @@ def check_named(order: GivenOrder, names: Sequence[str], aliases: Mapping[str, s
 
 
 def ordered(names: Sequence[str], order: OrderFunction | Sequence[str], num_shards: int) -> tuple[str, ...]:
-    """The names of one flat buffer in the order that they have in it.
+    """The names of one flat buffer, in the order of the buffer.
 
     Args:
         names: as declared.

@@ -121,7 +121,8 @@ class UserTransform:
 def optimizers_of(
     cfg: Config, param_groups: Sequence[ParamGroup] = (), transform: OwnTransform | None = None
 ) -> list[OptimizerBlock | UserTransform]:
-    """The optimizer of each group. Group 0, of parameters that match no group, has the configuration's or `transform`.
+    """The optimizer of each group. Group 0 holds the parameters that match no group; its optimizer is `transform`, or the
+    configuration's.
 
     Raises:
         ConfigError: a group without `"params"`, or with a hyper-parameter that the optimizer does not have.

@@ -62,7 +62,7 @@ def _configured(
 
 
 def _given(leaf: StateLeaf, given: GivenPlacements) -> Placement | None:
-    """The placement that is given for a tensor, if any; raises a ConfigError for what is no placement."""
+    """The placement that is given for a tensor, if any; raises a ConfigError if it is no `Placement`."""
     found = None
     if isinstance(given, Mapping):
         found = next((given[pattern] for pattern in given if fnmatch.fnmatchcase(leaf.placed_as, pattern)), None)

@@ -70,7 +70,8 @@ class Plan:
         max_live: the largest number of gathered elements that are live after a prefetch.
         num_micro_steps: micro-batches in one step.
         max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit.
-        max_reuse_distance, gather_bucket, reduce_bucket: for the compiled step (`PassOptions`); None where it chooses itself.
+        max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); for None the compiled
+            step chooses.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
@@ -143,7 +144,7 @@ class Plan:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks in the order of the finest shards that the mesh could have.
+        """The ranks in the order of their shards, if the state were sharded over all axes of the mesh.
 
         Ranks that hold the same shard, or the same full tensor, are neighbours in this order.
         """

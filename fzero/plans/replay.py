@@ -1,7 +1,8 @@
 """`Replay`: the answers of a unit scheduler, remembered from step to step.
 
 A `UnitScheduler` is a function of its requests: the same requests give the same events. Steps make the same requests, so a
-`Memory` keeps the answers in a tree, one node for each request after those before it. A step whose requests are in the tree only
+`Memory` keeps the answers in a tree. A node is a request, and its parent is the request before it. A step whose requests are in
+the tree only
 walks it. Otherwise a scheduler is made, and first gets all requests of the step so far.
 
 After `negotiate` and `depart` the events depend on other ranks, too, so nothing after them is remembered.
@@ -44,7 +45,7 @@ class Replay:
     """A `UnitScheduler` for one accumulation window, which answers from memory where it can.
 
     Args:
-        make: makes the scheduler, always the same.
+        make: makes a new scheduler for the same rules.
         memory: of the plan.
     """
 

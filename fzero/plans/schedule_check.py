@@ -20,7 +20,7 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
 
     1. All ranks issue the same agreed events in the same order. A rank waits only for what it has issued itself, so no rank
        waits for ever.
-    2. Each gather is waited for and then released, or it is dropped; each exactly once. No gather is under way at the boundary. A
+    2. Each gather is either waited for and then released, or dropped, exactly once. No gather is under way at the boundary. A
        unit is used only between the wait and the release.
     3. A reduction starts after all gradients of its unit. Reductions end in the order of their starts, all before the end of the
        schedule. If a comm hook keeps a state, a reduction ends before the next one of its unit starts.

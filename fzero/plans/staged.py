@@ -16,7 +16,7 @@ class StagedPlan:
 
     Args:
         mesh: of all ranks of the job.
-        stages: by coordinate on the axis "pipe", the plan of the ranks there.
+        stages: the plan of each stage, by its coordinate on the axis "pipe".
     """
 
     mesh: Mesh

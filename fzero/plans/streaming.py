@@ -1,4 +1,4 @@
-"""`Streaming`: in which sub-groups, buffers and threads state off the device is streamed through its update."""
+"""`Streaming`: the sub-groups, buffers and threads with which state off the device is streamed through its update."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Streaming:
 
     Attributes:
         sub_group_numel: elements of a flat tensor that are updated at a time.
-        read_ahead, write_behind: sub-groups that are read before the updated one, and written after it.
+        read_ahead, write_behind: the numbers of sub-groups that are being read, and written, while another one is updated.
         num_buffers: the largest number of tensors of sub-groups in host memory; None takes as many as `read_ahead` and
             `write_behind` need. Buffers beyond these hold the first sub-groups of the next update, which are read during the
             backward.
@@ -94,7 +94,7 @@ class Streaming:
         return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}
 
     def num_pooled(self, num_tensors: int, others: int = 0) -> int:
-        """The number of buffers for sub-groups of at most `num_tensors` tensors in files, and at most `others` more.
+        """The number of buffers, for sub-groups with at most `num_tensors` tensors in files and at most `others` other tensors.
 
         >>> Streaming().num_pooled(3), Streaming(num_buffers=4).num_pooled(3), Streaming(num_buffers=64).num_pooled(3)
         (9, 4, 64)

@@ -59,9 +59,9 @@ BOUNDARY, END = Event("boundary"), Event("end")
 Run = tuple[str | int | frozenset[str], ...]
 """The key of an order: runs with the same key have the same order of collectives.
 
-A forward: `("forward", "train")`. A backward: the number of backwards since the last forward; the forwards that it belongs to, by
-name and distance from the last one; and, if a forward excludes trained parameters from its gradients (`still`), the names of
-these for each forward."""
+A forward: `("forward", "train")`. The key of a backward holds the number of backwards since the last forward, and each forward
+that it belongs to, by name and by distance from the last forward. If a forward excludes trained parameters from its gradients
+(`still`), it also holds their names."""
 
 MOST_TRIES = 16
 """The number of steps in which the order of a run may lack members of a list of blocks. Then it is learned, or given up."""
@@ -172,7 +172,8 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
 
 
 def serve(rows: list[list[int]], *, in_forward: bool) -> list[int] | None:
-    """The next event, of those that ranks need: that of the unit declared first (in a backward last); None if no rank needs one.
+    """The next event: of the events that ranks need, the one of the unit declared first (in a backward last); None if no rank
+    needs one.
 
     If ranks run different units, the result is usually an order in which one rank could run them all. A unit's gather precedes
     its reduction. The forward-backward boundary is served when all ranks want it.

@@ -35,7 +35,7 @@ class UnitRule:
 
     Attributes:
         gathered_numel: padded elements that its gather allocates; 0 where every rank holds it in full.
-        num_staged: the number of flat buffers whose shard stays in the memory into which its file was read, while the unit is in
+        num_staged: the number of flat buffers whose shard is read from a file, and keeps its host buffer while the unit is in
             use.
         grads: its trained flat buffers.
         remembers: whether the comm hooks of its reductions have a state.

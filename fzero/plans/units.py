@@ -30,7 +30,8 @@ def check_has_shapes(named: Mapping[str, Tensor]) -> None:
 
 
 def owners_of(model: nn.Module) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
-    """The parameters by their first names, and the aliases: every other name of a tied parameter or buffer, with its first."""
+    """The parameters by their first names, and the aliases: every other name of a tied parameter or buffer, with its first
+    name."""
     first: dict[int, str] = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     named = (*params.items(), *model.named_buffers(remove_duplicate=False))
@@ -81,8 +82,8 @@ def _repeated_blocks(model: nn.Module, prefix: str = "") -> list[str]:
 
     A container that is never called (a list in a list) is no block. A Sequential inside a Sequential is a block only where
     a sibling is made of the same classes: in (embedding, stack, head) the members of the stack are the blocks. A member of a
-    ModuleDict is one where a sibling has its class, and where it repeats nothing larger than a layer: experts are blocks, and
-    an encoder beside a decoder, or the two embeddings of a GPT-2, are not.
+    ModuleDict is a block if a sibling has its class, and if it repeats nothing larger than a layer. So experts are blocks; an
+    encoder beside a decoder, or the two embeddings of a GPT-2, are not.
     """
     children = [(f"{prefix}{name}", child) for name, child in model.named_children() if _has_params(child)]
     counts = Counter(_kind_of(child) for _, child in children)
@@ -147,7 +148,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
-    """The names in their order, cut wherever the block changes: (block, or None outside of blocks; names)."""
+    """The names in their order, in runs of one block: pairs (block, names); the block is None outside of blocks."""
     known = set(blocks)
     block_of: dict[str, str | None] = {}  # by module: most modules have several parameters
     runs: list[tuple[str | None, list[str]]] = []

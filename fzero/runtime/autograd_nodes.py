@@ -70,11 +70,11 @@ def works_of(loss: Tensor) -> list[Any]:
 
 
 Visits = dict[int, Counter[str]]
-"""How often each unit is visited, by the number of the forward."""
+"""For each forward, by its number: how often it visits each unit."""
 
 
 def visits_of(loss: Tensor, work: Any) -> Visits:
-    """The visits of the forwards of one `ForwardBackward` through which a backward of a loss goes."""
+    """The visits, in the forwards of one `ForwardBackward`, that a backward of the loss goes back through."""
     if not loss.requires_grad:
         raise ValueError(UNRELATED)
     return work.forwards.last_alone or visits_in(loss, work)

@@ -65,10 +65,10 @@ class ForwardBackward:
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
         grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else shards (S). None allows forwards only.
-        learned: the events to follow, by run; a run without any is negotiated, and learned.
+        learned: the events to follow, by run. A run without events is negotiated, and its events are learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
-        seen: what modules see of compressed parameters.
+        seen: gives modules the compressed values of parameters.
 
     Attributes:
         forwards: the forwards so far.
@@ -241,13 +241,14 @@ class ForwardBackward:
         self.gathers.close()
 
     def _let_go(self, request: Literal["finish", "release"]) -> None:
-        """Releases the gathered buffers; `finish` waits for the reductions of a backward first."""
+        """Releases the gathered buffers; after a backward, first waits for its reductions (`finish`)."""
         self._leave("")
         self._events.ask(request)
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
-        """Outside the two halves, begins a backward (`Forwards.begins`), or raises: the collectives need all ranks."""
+        """Called outside the two halves: begins a backward of all ranks (`Forwards.begins`), or raises, because collectives
+        need all ranks."""
         if self.status == "idle":
             self.forwards.begins()
         if self.status not in ("running", "passed"):
@@ -295,13 +296,13 @@ class ForwardBackward:
         return present
 
     def _need(self, unit: str) -> None:
-        """Gathers a unit that the backward needs, unless it is there."""
+        """Gathers a unit that the backward needs, unless it is gathered already."""
         self._leave(unit)
         with beneath_modes(self._num_modes):
             self._events.ask("need", unit)
 
     def _leave(self, unit: str) -> None:
-        """Drops the parameters of the present unit, unless it is `unit`; then the unit's memory can be given back."""
+        """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
         if self._present is not None and self._present.unit != unit:
             self._present.leaves.clear()
             self._present = None
@@ -322,7 +323,7 @@ class ForwardBackward:
         return self.gathers.from_saved(saved)
 
     def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
-        """Takes gradients of parameters of a unit from autograd; None where there is none, and no name where none is wanted."""
+        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped."""
         self._check_runs()
         if self._events.phase == "forward":
             raise RuntimeError(INSIDE)

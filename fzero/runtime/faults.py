@@ -1,4 +1,4 @@
-"""The parameters by which a step fails: the first whose gradient is not finite, and those without a gradient."""
+"""The parameters that make a step fail: the first one whose gradient is not finite, and those without a gradient."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_used(run: StepRuntime, used: Collection[str]) -> None:
     """Raises on every rank where a trained parameter got no gradient on some rank. *Collective:* a number per parameter.
 
     Args:
-        used: the parameters that got one on this rank, or that need none.
+        used: the parameters that got a gradient on this rank, or need none.
     """
     trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
     names = [name for name, _ in run.recipe.model.named_parameters() if name in trained]

@@ -62,7 +62,7 @@ class FetchedParameters(dict[str, Any]):
 # --- Python attributes of parameters ---------------------------------------------------------------------------------
 
 _NOT_PASSED = ("ds_", "fzero_", "_dynamo_")
-"""How attributes of parameters begin that are about the module's own tensors."""
+"""Prefixes of attributes that describe the module's own tensors; these attributes are not copied to fetched ones."""
 
 
 def marks_of(param: Tensor) -> dict[str, Any]:

@@ -145,7 +145,7 @@ def next_state(
     Args:
         state: the updated state. Its counter is written in place, because the step has taken the state. If all ranks are
             simulated at once, it has a leading dimension of ranks.
-        outcome: the outcome on one rank; only its loss scale has the form of the state's.
+        outcome: the outcome on one rank. If all ranks are simulated at once, only its loss scale has the dimension of ranks.
     """
     overflow, scale = outcome.overflow, state.loss_scale.scale
     buffers, rng, hook_states = collected.buffers, collected.rng, collected.hook_states

@@ -34,7 +34,7 @@ class Forwards:
 
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
-        begins: called where autograd goes backward by itself (`loss.backward()`), to begin a backward of all ranks.
+        begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Forwards:
         return len(self._all) - 1
 
     def close(self) -> None:
-        """Drops what holds the `ForwardBackward` and its state."""
+        """Drops the references to the `ForwardBackward` and its state."""
         self.begins = lambda: None
         for forward in self._all:
             forward.roots.clear()
@@ -82,11 +82,12 @@ class Forwards:
 
     @property
     def last_alone(self) -> dict[int, Counter[str]] | None:
-        """The visits of the last forward, if a backward can only belong to it (the usual case). None: the graph must be read."""
+        """The visits of the last forward, if a backward can only belong to it (the usual case). With None the graph must be
+        searched."""
         return {self.last_index: self.last.visits} if self._num_new == 1 and not self._is_kept else None
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
-        """The key of the order of collectives in a run of `kind` that goes back through these forwards."""
+        """The key of the order of collectives for a backward of `kind` through these forwards."""
         of_each: Iterable[tuple[str | int, ...]] = (
             (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )

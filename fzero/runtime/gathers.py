@@ -36,7 +36,7 @@ class SavedView(NamedTuple):
 
     unit: UnitPlan
     key: str
-    """Of the flat buffer; for a value that a module saw of a compressed parameter, the parameter's name."""
+    """The key of the flat buffer. For a compressed value, the parameter's name."""
     offset: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -78,7 +78,7 @@ class Gathers:
         mesh: the ranks.
         params: this rank's flat buffers by key, wherever they live.
         transfer: loads shards that live in other memory.
-        seen: what modules see of compressed parameters.
+        seen: gives modules the compressed values of parameters.
         was_changed: makes the error for a parameter that the model has changed.
     """
 
@@ -182,7 +182,7 @@ class Gathers:
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
-        """What modules see of the compressed parameters of a unit in use, by name. A saved view of one is made again, too."""
+        """The compressed values of a unit in use, by parameter name. A saved view of one is made again, too."""
         if not self._seen.is_on:
             return {}
         values = self._seen.of(unit, lambda: self.views(unit))
@@ -193,7 +193,8 @@ class Gathers:
         return values
 
     def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of its scores, from that of what a module saw. `need` gathers the unit again."""
+        """The gradients of a parameter and of its scores, from the gradient of its compressed value. `need` gathers the unit
+        again."""
 
         def again() -> dict[str, Tensor]:
             need(unit.name)
@@ -214,7 +215,7 @@ class Gathers:
             self._give_back(flat, key)
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in the memory of parameters, of units that were released too."""
+        """Whether a tensor is in the memory of parameters, also of released units."""
         at = address(tensor)
         if at <= 0 or not tensor.numel():
             return False
@@ -237,7 +238,8 @@ class Gathers:
         self._transfer.abandon()
 
     def check_full(self) -> None:
-        """Raises ValueError where a parameter was changed in place that this rank holds in full, or whose unit is released."""
+        """Raises ValueError if a forward changed a parameter in place: one that this rank holds in full, or one of a released
+        unit."""
         for key, counter, version, _ in self.lingering:
             if counter._version != version:
                 raise self._was_changed(f"of {key!r}")
@@ -252,7 +254,8 @@ class Gathers:
             self._transfer.scratch.give(flat)
 
     def as_saved(self, tensor: Tensor) -> SavedView | tuple[Tensor, int]:
-        """What autograd saves of a tensor: a description of a view of a gathered buffer, else the tensor and its version."""
+        """The value that autograd saves for a tensor: a `SavedView` for a view of a gathered buffer, else the tensor and its
+        version."""
         if tensor.layout == torch.strided:
             unit, key, dtype = self._by_storage.get(address(tensor), (None, "", None))
             if unit is not None and dtype == tensor.dtype:

@@ -1,4 +1,5 @@
-"""`GivenParams`: the parameters of a forward, which must neither change them nor differentiate by those of one visit alone.
+"""`GivenParams`: the parameters that a forward got. It must not change them, or take a gradient with respect to those of one
+visit alone.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
@@ -67,7 +68,8 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RefusesParts:
-    """A gradient hook on a parameter of a unit that is visited several times; the forward must not differentiate by it."""
+    """A gradient hook on a parameter of a unit that is visited several times: the forward must not take a gradient with respect
+    to it."""
 
     given: GivenParams
     name: str
@@ -82,7 +84,7 @@ class GivenParams:
     """The parameters as they were passed to one forward.
 
     Args:
-        scored: the parameters whose gradient is needed for scores, also where they are frozen.
+        scored: the parameters whose gradients train scores; these gradients are needed even if the parameters are frozen.
 
     Attributes:
         is_open: whether the forward runs.
@@ -132,7 +134,7 @@ class GivenParams:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the last one.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
-            seen: what modules see of its compressed parameters, in place of these.
+            seen: the compressed values that modules get in place of its parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
@@ -195,7 +197,7 @@ class GivenParams:
                 leaf.register_hook(_RefusesParts(self, leaf.fzero_name))  # type: ignore[attr-defined, no-untyped-call]
 
     def check(self, unit: UnitPlan | None) -> None:
-        """Checks the parameters of a unit that the forward leaves; None checks those of all units, at the forward's end.
+        """Checks the parameters of a unit when the forward leaves it; with None those of all units, at the end of the forward.
 
         Raises:
             ValueError: a parameter has other values, another flag or a hook.

@@ -1,11 +1,11 @@
 """`Held`: a tensor through which code outside `module._parameters` and `module._buffers` reads a parameter or buffer of a model.
 
-Such code is a plain tensor that shares a parameter's memory (`weight.data`, `weight.t()`) in a list, a closure or an attribute;
+It is a plain tensor that shares a parameter's memory (`weight.data`, `weight.t()`) in a list, a closure or an attribute;
 or the registered tensor itself, where the module no longer has it (a buffer is replaced by that of the state, and a parameter
 by `model.to("meta")`). While the model is bound, operators receive the present values instead (`own_params.with_present`).
 
 Finding them costs about a microsecond per tensor: PyTorch counts the tensors that share a storage, and Python the references to
-a tensor. Only where a count is too large, all tensors of the process are looked through.
+a tensor. All tensors of the process are searched only if a count is too large.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Held:
         name: of the owner.
         is_buffer: whether the owner is a buffer.
         size, stride, offset: the elements that it shows, counted from the owner's first; None for all of them, as they are.
-        is_attached: whether its gradient is one of the owner.
-        is_apart: whether it cannot be made of the owner, because it shows more, or numbers of another dtype.
+        is_attached: whether its gradient is passed on to the owner.
+        is_apart: whether it cannot be made from the owner, because it has elements that the owner lacks, or another dtype.
     """
 
     tensor: ref[Tensor]
@@ -46,7 +46,7 @@ class Held:
     is_apart: bool = False
 
     def of(self, present: Tensor) -> Tensor:
-        """What the tensor shows, of the present values of its owner. Raises ValueError where it cannot be made of them."""
+        """The tensor, made from the present values of its owner. Raises ValueError if it cannot be made from them."""
         if self.is_apart:
             raise ValueError(
                 f"parameter {self.name!r}: must not be read through a tensor that shares its memory and shows more than it, or "
@@ -111,7 +111,7 @@ def _has_storage(x: Any) -> bool:
 
 
 def _held_by(x: Tensor, owners: Any) -> Iterator[Held]:
-    """`x` as a part of the one of these owners whose elements it shows, or apart from the first that is trained."""
+    """The `Held` of `x`: with the owner that has all of its elements, or else, `is_apart`, with the first trained owner."""
     for owner, name, is_buffer in owners:
         first = int(x.storage_offset() - owner.storage_offset())
         is_same = first == 0 and x.size() == owner.size() and x.stride() == owner.stride()

@@ -22,7 +22,7 @@ class HyperCheck:
         now: the hyper-parameters of the next update, as known in the last backward; None if the host would have to wait for the
             device.
         last: the hyper-parameters of the last update.
-        is_late: whether `last` differs from what the backward before that update knew.
+        is_late: whether `last` differs from the hyper-parameters whose checksum the backward before that update sent.
         scale: the loss scale; None where the host would have to wait for the device.
     """
 

@@ -70,7 +70,7 @@ class Learned:
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     def with_own_orders(self) -> Self:
-        """The same, with orders of its own from here on."""
+        """A copy that learns its own orders from now on."""
         return replace(self, orders=None if self.orders is None else self.orders.copy())
 
     def negotiating(self) -> Self:

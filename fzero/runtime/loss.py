@@ -207,7 +207,7 @@ def agreed_buffers(rows_WN: Tensor, ranges: Sequence[int] = ()) -> Tensor:
     """One value (N,) for the module buffers of all ranks: the mean for floating ones, rank 0's for others.
 
     Args:
-        ranges: the places of (min, max), where the least and the largest are taken.
+        ranges: the indices of (min, max) pairs; of these the least and the largest value of all ranks are taken.
     """
     if not rows_WN.dtype.is_floating_point:
         return rows_WN[0]

@@ -13,7 +13,7 @@ from fzero.state import TrainState
 
 
 def seen_params(run: StepRuntime, state: TrainState[Tensor], *, keeps: bool = False) -> SeenParams:
-    """What the model sees of compressed parameters with this state; `keeps`: whether a backward needs it again."""
+    """Gives the model the compressed values for this state; `keeps`: whether a backward needs them again."""
     plan = run.recipe.compress
     if not plan:
         return SeenParams()

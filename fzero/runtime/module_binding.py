@@ -135,7 +135,8 @@ class Binding:
     def _substitutes(
         self, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, slots: Sequence[_BufferSlot]
     ) -> Substitutes:
-        """Those for the own parameters, and for what code holds of them and of the buffers in these slots."""
+        """The substitutes for the module's own parameters, and for tensors elsewhere that share memory with these or with the
+        buffers in `slots`."""
         bound_here = {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
         held = [each for each in self._held if not each.is_buffer or each.name in bound_here]
         return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
@@ -145,7 +146,7 @@ class Binding:
     ) -> tuple[dict[int, Tensor], dict[str, dict[str, Any]]]:
         """All own parameters of the modules, by identity, and the Python attributes that code has set on them, by name.
 
-        `names` of each place, and `_names_of`, become theirs.
+        Also sets `names` of each place, and `_names_of`.
         """
         own, keys = list[Any](), list[str]()
         for _, parameters in found:
@@ -177,7 +178,7 @@ class _BufferSlot(NamedTuple):
     name: str
     before: Tensor | None
     kind: Kind
-    """Of `before`, when it was bound."""
+    """The kind of `before` when it was bound."""
 
     @property
     def now(self) -> Tensor | None:
@@ -185,7 +186,7 @@ class _BufferSlot(NamedTuple):
 
     @property
     def present(self) -> Tensor:
-        """`now`, for a buffer that the forward must not remove."""
+        """`now`; raises if the forward has removed the buffer."""
         if (now := self.now) is None:
             raise wrong_kind(self.name, self.kind, None)
         return now

@@ -24,7 +24,7 @@ def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]
 
 
 def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
-    """Raises ValueError where a persistent buffer of a bound model is in the memory of a parameter, which `holds` says."""
+    """Raises ValueError if a persistent buffer of a bound model is in the memory of a parameter (`holds` decides)."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set and holds(buffer):

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class Offload(StateMemory):
-    """Creates, updates and moves the flat buffers of a plan whose model is on `device`, and some of whose state is not."""
+    """Creates, updates and moves the flat buffers of a plan. The model is on `device`; a part of the state is not."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         super().__init__(plan, device)
@@ -298,7 +298,8 @@ class Offload(StateMemory):
         return files.handle(name)
 
     def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
-        """New tensors of a buffer with some off the device: all of those, and the optimizer state and gradient that are on it."""
+        """New tensors of a buffer that is partly off the device: all tensors off the device, and the optimizer state and
+        gradient on it."""
         tensors: dict[str, Leaf] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors

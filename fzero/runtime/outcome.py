@@ -97,17 +97,18 @@ def mark_of(names: frozenset[str]) -> float:
 
 
 UPDATING = math.inf
-"""The number of a rank that is in an update, where others may be in a backward."""
+"""The number that a rank sends in an update; a rank in a backward sends another one."""
 
 
 def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float:
-    """What ranks compare of a backward: the number of passes so far, the parameters without gradients, whether it is the last."""
+    """The number by which ranks compare a backward: from the number of passes so far, the parameters without gradients, and
+    whether it is the last."""
     number = num_passes + mark_of(still)
     return number if is_last else -number
 
 
 def check_updating(world: Bound) -> None:
-    """Raises CollectiveError where another rank is in a backward: it meets the row that a backward sends. *Collective.*"""
+    """Raises CollectiveError if another rank is in a backward: its row arrives here, and shows that. *Collective.*"""
     row = loss_row(torch.zeros(()), None, UPDATING, 0.0, 0.0)
     check_passes(collectives.stack(row, world, label=Label("loss_stats", phase="update"))[:, 2])
 

@@ -37,7 +37,7 @@ class Substitutes(NamedTuple):
         names: the names of the module's own parameters, by identity.
         fetch: the value of a parameter, by name; see `module_binding.bound`.
         buffer: the value of a buffer, by name.
-        held: what the other tensors in `own` show of parameters and buffers.
+        held: for the other tensors in `own`, the parameter or buffer whose memory each shares.
     """
 
     own: Mapping[int, Tensor]
@@ -76,7 +76,7 @@ _BOUND: list[_Bound] = []
 
 
 class HeldStandIn(Tensor):
-    """A plain tensor that shows a parameter or buffer of a module while the module is bound."""
+    """A plain tensor that shares memory with a parameter or buffer of a module, while the module is bound."""
 
     def __new__(cls, data: Tensor, requires_grad: bool = False) -> Tensor:  # type: ignore[misc]
         return data.detach().requires_grad_(requires_grad)  # a copy is an ordinary tensor
@@ -154,7 +154,7 @@ def enter(substitutes: Substitutes) -> Callable[[], None]:
 
 
 def pass_as_parameter(tensor: Tensor, name: str) -> None:
-    """From here on a tensor of the state passes as the module's parameter `name`: by its class, and as a leaf of autograd."""
+    """Makes a tensor of the state look like the module's parameter `name`: `nn.Parameter` by class, and a leaf of autograd."""
     if not isinstance(nn.Parameter.is_leaf, property):  # a class of its own could not pass as nn.Parameter
         nn.Parameter.is_leaf = property(_is_leaf)  # type: ignore[assignment]
     tensor.__class__ = nn.Parameter  # type: ignore[assignment]
@@ -310,7 +310,7 @@ def late(kind: str, name: str) -> ParameterError:
 
 
 def replaced(name: str, other: str | None) -> ParameterError:
-    """The error for a parameter in whose place a forward has left another one, or none."""
+    """The error for a parameter that a forward has replaced by another one, or removed."""
     return ParameterError(
         f"parameter {name!r}: must keep its place in the module, and the forward "
         f"{f'put {other!r} there' if other else 'removed it'}; the next forward would begin with {name!r} again, unlike in a "
@@ -420,7 +420,7 @@ class Origin:
         self._is_open, self._seen = False, {}
 
     def leave(self) -> None:
-        """`check` at a state's first step, which ends the check: it costs nothing after the first time."""
+        """Runs `check` at a state's first step, and ends the check: later calls cost nothing."""
         self._checked = []
         self.check()
         self.close()

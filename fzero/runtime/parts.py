@@ -209,7 +209,7 @@ def going_back(
 
     Args:
         visits: the visits of the backward (`visits_of`).
-        loss: its value, of which the step's loss is made.
+        loss: its value; the step's loss is computed from these values.
         needs_grads: see `ForwardBackward.backward`.
 
     Yields:
@@ -408,8 +408,8 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        generates: for code that calls the model another number of times on another rank, or each time: ranks negotiate the
-            order of the gathers instead of learning it, and no layer drops tokens.
+        generates: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
+            negotiate the order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
     learned.num_passes += 1

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Filling:
-    """The flat gradients of a unit while they fill: the buffers (P each), their parts if they are cut, and the written ones."""
+    """The flat gradients of a unit that are being written: the buffers (P each), their parts by parameter (if cut), and the
+    names written so far."""
 
     flats: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
@@ -156,7 +157,7 @@ class Reductions:
             torch.mul(grad, self._grad_scale, out=target)
 
     def _are_all(self, buffer: FlatParamPlan, flat_P: Tensor, grads: Mapping[str, Tensor], written: set[str]) -> bool:
-        """Whether these are all gradients of a flat buffer, which one call can write as they are."""
+        """Whether these are all gradients of a flat buffer, and one call can write them, without a cast or a factor."""
         names = buffer.layout.names
         if self._grad_scale != 1 or len(grads) < len(names) or torch.is_grad_enabled() or not written.isdisjoint(names):
             return False

@@ -1,4 +1,4 @@
-"""`SeenCompressed`: what the modules of one forward-backward see of compressed parameters, on one rank.
+"""`SeenCompressed`: the compressed values that modules get in place of parameters, in one forward-backward on one rank.
 
 It stands between the gather and the module. A value is computed from the gathered parameters and n, the number of updates so far;
 so it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where
@@ -32,15 +32,15 @@ def seen_numel(unit: UnitPlan, names: Collection[str]) -> dict[str, int]:
 
 
 def names_in(names: Collection[str], among: Collection[str]) -> list[str]:
-    """Those names that are among others, in their own order."""
+    """Those of the names that are also in the other collection, in their order."""
     return [name for name in names if name in among]
 
 
 def kept_units(plan: Plan, names: Collection[str]) -> frozenset[str]:
     """The gathered units whose compressed values are kept from the forward to the backward, and for further micro-steps.
 
-    They count among the live parameters: as many units, in the order of their declaration, as `stage3_max_live_parameters` has
-    room for besides what a step gathers at once.
+    Their elements count as live parameters. Units are taken in the order of declaration, as long as
+    `stage3_max_live_parameters` has room beside the units that a step gathers at once.
 
     Args:
         names: the compressed parameters.
@@ -121,7 +121,7 @@ class SeenCompressed(SeenParams):
         self._masks.clear()
 
     def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of its scores, from the gradient of the value that a module saw.
+        """The gradients of a parameter and of its scores, from the gradient of its compressed value.
 
         Args:
             full: returns all parameters of its unit; called where scores need them.

@@ -1,4 +1,4 @@
-"""`SeenParams`: what modules see of the parameters of one forward-backward: without compression, the parameters themselves.
+"""`SeenParams`: the values that modules get in one forward-backward. Without compression these are the parameters themselves.
 
 `fzero.runtime.seen_compressed.SeenCompressed` is for compressed parameters, and documents the methods.
 """

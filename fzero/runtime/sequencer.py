@@ -36,11 +36,12 @@ class Sequencer:
     Args:
         plan: the units.
         mesh: the ranks.
-        learned: the orders by run; a run without one is negotiated, and learned. And the answers of the unit scheduler so far.
+        learned: the orders by run, and the answers of the unit scheduler so far. A run without an order is negotiated, and its
+            order learned.
         gathers, reductions: execute the events.
 
     Attributes:
-        phase: of the collectives that are executed now: whether the model runs forward, or backward.
+        phase: whether the present collectives belong to a forward or to a backward.
     """
 
     def __init__(self, plan: Plan, mesh: RankMesh, learned: Learned, gathers: Gathers, reductions: Reductions) -> None:

@@ -56,7 +56,8 @@ class StateMemory:
         return ShardTransfer(self.device, scratch, measure=measure, in_memory=in_memory)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
-        """During the backward, starts to read the next update's first sub-groups (without gradients), as many as have room.
+        """During the backward, starts to read the next update's first sub-groups (without gradients), as many as the buffers
+        hold.
 
         Errors are kept for `agree_on`.
 
@@ -87,7 +88,8 @@ class StateMemory:
         return None
 
     def is_served_by(self, files: StateFiles | None) -> bool:
-        """Whether these files (None: no files) hold exactly the tensors that this plan places in files, with enough buffers."""
+        """Whether these files hold exactly the tensors that this plan places in files, and have enough buffers; None stands for
+        no files."""
         return files is None
 
     def agree_on(self, tree: Any, world: Bound) -> None:
@@ -122,7 +124,8 @@ class StateMemory:
         return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
-        """A state's part of one flat buffer, moved to this plan's placements; one that need not move is returned itself."""
+        """A state's part of one flat buffer, moved to this plan's placements. Tensors that are there already are returned
+        unchanged."""
         there = {quantity: part for quantity, part in parts.items() if quantity != "master" or buffer.has_master}
         moved: Any = optree.tree_map(lambda x: to_device(x, self.device), there)  # type: ignore[arg-type]
         return moved  # type: ignore[no-any-return]

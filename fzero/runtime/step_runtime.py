@@ -71,7 +71,7 @@ class Stages(Protocol):
         ...
 
     def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device, /) -> list[list[Tensor]]:
-        """The contributions of all stages' flat buffers to the norm, from those of this stage, for each shard."""
+        """For each shard, the contributions of all stages' flat buffers to the norm, from those of this stage."""
         ...
 
     def first_name(self, name: str | None, /) -> str | None:
@@ -97,7 +97,7 @@ class Stages(Protocol):
     def streamed(
         self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]], /
     ) -> tuple[dict[str, str], dict[str, Any], Iterator[Mapping[str, Tensor]]]:
-        """The keys, forms and tensors of all stages; the tensors some at a time, on the first stage."""
+        """The keys, forms and tensors of all stages. The first stage gets the tensors, a few at a time."""
         ...
 
 
@@ -117,7 +117,7 @@ class StepRuntime:
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         device: where the state is, and batches must be.
         scratch: memory for gathered parameters and unreduced gradients.
-        offload: holds the state; moves what of it lives off the device.
+        offload: makes and checks the state; moves the part of it that lives off the device.
         updater: updates flat buffers.
         rules: the rules for the end of a step: loss, norm, clipping and loss scale.
         batches: cuts batches into micro-batches.

@@ -88,7 +88,7 @@ class StepSpec:
     starts: Mapping[str, int] = field(default_factory=dict)
     """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
     compress: CompressionPlan | None = None
-    """What modules see of compressed parameters; None where nothing is compressed."""
+    """The compression of parameters; None if nothing is compressed."""
     drop: TokenDropping | None = None
     """The layers that see a part of the tokens."""
     pipeline: Pipelined | None = None
@@ -232,7 +232,7 @@ class StepSpec:
 
     @property
     def checkpointing(self) -> Checkpointing | None:
-        """The modules that run again in the backward, and where their inputs wait; None if there is neither."""
+        """The modules that run again in the backward, and the memory of their inputs; None if there are no such modules."""
         field, choice, block = "checkpoint", self.checkpoint, self.cfg.activation_checkpointing
         if choice is None:
             field, choice = "activation_checkpointing.every", block.every

@@ -20,7 +20,7 @@ _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 
 
 def called(func: Any) -> tuple[str, str]:
-    """The name of a function, and of what it uses: the attribute that it reads or sets, or else itself."""
+    """The name of a function, and the name of the attribute that it reads or sets (its own name if there is none)."""
     name = getattr(func, "__name__", "")
     attribute = getattr(getattr(func, "__self__", None), "__name__", "")
     return name, attribute if name in ("__get__", "__set__") else name
@@ -38,7 +38,7 @@ def is_plain(name: str, used: str) -> bool:
 
 
 def _changes_nothing(name: str, attribute: str, args: Any, kwargs: Any) -> bool:
-    """Whether a parameter is moved to where it is (`module.to(device)` does that with each), or set to itself."""
+    """Whether a call moves a parameter to the device where it already is (as `module.to(device)` does), or sets it to itself."""
     if name == "__set__":
         return attribute == "data" and args[0] is args[1]
     if name != "to":

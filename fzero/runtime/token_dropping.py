@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fzero.runtime.step_runtime import StepRuntime
 
 MOST_LENGTHS = 8
-"""The most numbers of kept tokens, or lengths of a curriculum, of a compiled step; each is compiled anew."""
+"""The largest number of different lengths (kept tokens, or a curriculum's) in a compiled step; each is compiled anew."""
 
 
 def dropping(
@@ -29,7 +29,7 @@ def dropping(
 
     Args:
         step: the counter of updates.
-        micro: the number, since the last update, of the forward that runs, or that runs again.
+        micro: the number of the forward that runs (or is recomputed), counted from the last update.
     """
     n = int(step)
     length, rank, num = plan.length(n), run.ranks.rank, run.plan.num_micro_steps
@@ -42,7 +42,8 @@ def replacing(model: nn.Module, plan: TokenDropping, draw: Callable[[], Draw]) -
 
 
 def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str) -> None:
-    """Raises a ConfigError where each of many lengths would be compiled anew, or where a compiled step cannot follow a block."""
+    """Raises a ConfigError if there are more lengths than may be compiled, or if a compiled step does not support a block of
+    the configuration."""
     curriculum = cfg.curriculum_learning
     found = (
         {}
@@ -71,7 +72,7 @@ def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
     """The layers of a model that drop tokens. Warns of blocks that are for the engine.
 
     Raises:
-        ConfigError: the configuration asks for dropped tokens, and no layers are noted.
+        ConfigError: the configuration asks for dropped tokens, and no layer of the model is marked for it.
     """
     plan: TokenDropping | None = vars(model).get("token_dropping") if isinstance(model, nn.Module) else None
     if cfg.drops_tokens and plan is None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
-"""Most elements of several flat buffers for one update call; the next call overlaps with their all-gather."""
+"""The most elements of several flat buffers that one call updates; their all-gather overlaps with the next call."""
 
 
 class Hyper(NamedTuple):
@@ -290,7 +290,8 @@ class Updater:
         return twin, hyper
 
     def of_one_update(self) -> Self:
-        """A twin for one update in a graph; fzero's own optimizers compute further rates from its tensors, for it alone."""
+        """A twin for one update in a graph. fzero's own optimizers compute other rates from its tensors, which no other update
+        may use."""
         return replace(self, _made=dict(self._made))
 
     def write(self, traced: Hyper, hyper: Hyper) -> None:

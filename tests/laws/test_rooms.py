@@ -285,7 +285,13 @@ OTHERS_NEED = {
     *("fzero.compression.added", "fzero.compression.plan", "fzero.data.schedules", "fzero.plans.placements"),
     *("fzero.plans.traffic", "fzero.runtime.activation_checkpointing", "fzero.runtime.file_agreement"),
     *("fzero.runtime.offload", "fzero.runtime.offload_leaves", "fzero.runtime.recomputation"),
-    *("fzero.runtime.seen_compressed", "fzero.runtime.token_dropping", "fzero.simulation", "sharding.flat_runs", "sharding.transfer"),
+    *(
+        "fzero.runtime.seen_compressed",
+        "fzero.runtime.token_dropping",
+        "fzero.simulation",
+        "sharding.flat_runs",
+        "sharding.transfer",
+    ),
 }
 """Modules that this step does not need: for hangs, ranks without processes, state off the device, other optimizers and
 schedules, other comm hooks, checkpointed modules, compression, curricula, counts of traffic."""
