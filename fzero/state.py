@@ -8,13 +8,12 @@ Shape letters: P padded elements of a flat buffer, S elements of a shard.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 from torch import Tensor
 
 from fzero.optim.loss_scale import LossScale
-
-Leaf = TypeVar("Leaf")
+from fzero.optim.transforms import Leaf
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""

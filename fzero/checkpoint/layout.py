@@ -31,7 +31,7 @@ from fzero.resharding.tensors import (
     of_plan,
     quantity_for,
 )
-from fzero.storage.file_tensor import FilePart, Leaf
+from fzero.storage.file_tensor import FilePart, StoredTensor
 from fzero.storage.shard_transfer import part_of
 from sharding import TensorSpec, boxes
 from sharding.dtypes import itemsize
@@ -327,6 +327,6 @@ def own_specs(plan: Plan, rng: Mapping[str, TensorSpec]) -> dict[str, TensorSpec
     return own | {name: spec for name, (spec, _) in hook_states_of(plan).items()}
 
 
-def span(tensor: Leaf, part: StoredSlice) -> Tensor | FilePart:
+def span(tensor: StoredTensor, part: StoredSlice) -> Tensor | FilePart:
     """The elements of a part in its flat tensor: the source of a write to a file, or the target of a read."""
     return part_of(tensor, part.offset, part.offset + part.stop - part.start)  # type: ignore[no-any-return]

@@ -25,7 +25,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from fzero.deepspeed.missing import message, stand_in
-from fzero.deepspeed.names import ROOT, Origin, modules, names_of, origin, submodules
+from fzero.deepspeed.names import ROOT, Definition, modules, names_of, origin, submodules
 
 OWN = "fzero.deepspeed"
 FOLDER = Path(__file__).with_name("alias_path")
@@ -61,10 +61,10 @@ def find(module: str, name: str) -> Any:
     return stand_in(where) if own is None else own[0]
 
 
-def own_object(where: Origin, name: str) -> tuple[Any] | None:
+def own_object(where: Definition, name: str) -> tuple[Any] | None:
     """fzero's object of this origin in DeepSpeed, wherever fzero has it; None if it has none.
 
-    >>> own_object(Origin("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
+    >>> own_object(Definition("deepspeed.runtime.zero.partition_parameters", "Init", "classes"), "Init")
     (<class 'fzero.deepspeed.runtime.zero.partition_parameters.Init'>,)
     """
     for theirs in sorted(own_modules()):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, NoReturn
 
-from fzero.deepspeed.names import Origin, modules
+from fzero.deepspeed.names import Definition, modules
 
 KERNELS = "fzero needs no compiled operators; leave it out"
 DATA_PARALLEL = "every rank has the whole model in turn: use ZeRO stage 3, and offload where memory is short"
@@ -90,21 +90,21 @@ def message(name: str) -> str:
 
 
 @cache
-def stand_in(origin: Origin) -> Any:
+def stand_in(origin: Definition) -> Any:
     """What `from deepspeed… import name` gives for a name that fzero has nothing for: one object for each origin."""
     if origin.kind == "constants":
         return modules()[origin.module].constants[origin.name]
-    make: Callable[[Origin], Any] = {"functions": _function, "classes": _class, "errors": _error}.get(
+    make: Callable[[Definition], Any] = {"functions": _function, "classes": _class, "errors": _error}.get(
         origin.kind, Missing
     )
     return make(origin)
 
 
-def _about(origin: Origin) -> dict[str, str]:
+def _about(origin: Definition) -> dict[str, str]:
     return {"__module__": origin.module, "__qualname__": origin.name, "__doc__": message(str(origin))}
 
 
-def _function(origin: Origin) -> Callable[..., NoReturn]:
+def _function(origin: Definition) -> Callable[..., NoReturn]:
     def missing(*args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(message(str(origin)))
 
@@ -124,21 +124,21 @@ class MissingClass(ABCMeta):
         raise AttributeError(message(f"{missing.__module__}.{missing.__qualname__}"))
 
 
-def _class(origin: Origin) -> type:
+def _class(origin: Definition) -> type:
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(message(str(origin)))
 
     return MissingClass(origin.name, (), {**_about(origin), "__new__": __new__, "fzero_stands_in": True})
 
 
-def _error(origin: Origin) -> type[Exception]:
+def _error(origin: Definition) -> type[Exception]:
     return type(origin.name, (Exception,), _about(origin))
 
 
 class Missing:
     """A value that fzero has nothing for; using it raises."""
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: Definition) -> None:
         self.__name__ = str(origin)
         self.__doc__ = message(str(origin))
 

@@ -28,7 +28,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Origin:
+class Definition:
     """Where DeepSpeed defines a name; a module has the kind "modules" and the name ""."""
 
     module: str
@@ -67,29 +67,29 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
     )
 
 
-def origin(module: str, name: str, *, within: frozenset[tuple[str, str]] = frozenset()) -> Origin | None:
+def origin(module: str, name: str, *, within: frozenset[tuple[str, str]] = frozenset()) -> Definition | None:
     """Where DeepSpeed defines what it calls `module.name`; None if it has no such name.
 
     >>> print(origin("deepspeed", "PipelineModule"))
     deepspeed.runtime.pipe.module.PipelineModule
     >>> origin("deepspeed", "zero")
-    Origin(module='deepspeed.runtime.zero', name='', kind='modules')
+    Definition(module='deepspeed.runtime.zero', name='', kind='modules')
     >>> origin("deepspeed", "intialize")
     """
     if (module, name) in within or (entry := modules().get(module)) is None:
         return None
     if (kind := entry.own.get(name)) is not None:
-        return Origin(module, name, kind)
+        return Definition(module, name, kind)
     if name in entry.imported:
         source, original = entry.imported[name]
         if not original:
-            return Origin(source, "", "modules")
+            return Definition(source, "", "modules")
         found = origin(source, original, within=within | {(module, name)})
-        return found or Origin(
+        return found or Definition(
             source, original, "values"
         )  # DeepSpeed imports it from a library by way of another module
     if f"{module}.{name}" in modules():
-        return Origin(f"{module}.{name}", "", "modules")
+        return Definition(f"{module}.{name}", "", "modules")
     for source in entry.stars:
         exported = modules()[source].exported if source in modules() else None
         is_public = not name.startswith("_") if exported is None else name in exported

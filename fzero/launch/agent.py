@@ -81,7 +81,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class AgentWork:
     """The work of one host's agent; `hosts[node_rank]` is the host."""
 
     hosts: tuple[Host, ...]
@@ -118,7 +118,7 @@ class Work:
         return [f"--world_info={encode(self.hosts)}", *given, "--", *self.program]
 
 
-def run(work: Work, *, reports: bool = False) -> int:
+def run(work: AgentWork, *, reports: bool = False) -> int:
     """Starts the ranks of a host and waits for them; returns the exit code of the first one that failed, or 0.
 
     Args:
@@ -250,7 +250,7 @@ def kept(folder: str) -> Iterator[Callable[[], object]]:
         del os.environ["FZERO_JOB"]
 
 
-def launch_config(work: Work, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
+def launch_config(work: AgentWork, log_dir: str, secret: Secret | None = None) -> LaunchConfig:
     """torchrun's configuration for one host. Ranks follow the order of hosts, unless they may start again."""
     num_nodes = len(work.hosts)
     # torchrun's static rendezvous keeps the order, but works only once for agents of several hosts.
@@ -299,7 +299,7 @@ def _log(log_dir: str, local_rank: int) -> list[str]:
     return last.read_text(errors="replace").strip().splitlines() if last else []
 
 
-def secret_of(work: Work) -> Secret | None:
+def secret_of(work: AgentWork) -> Secret | None:
     """The secret of the job, if it needs one. Removes it from the environment, because ranks do not need it.
 
     Raises:
@@ -349,7 +349,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--last_call", type=int, default=LAST_CALL)
     parser.add_argument("program", nargs="+")
     given = vars(parser.parse_args(arguments))
-    work = Work(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)
+    work = AgentWork(hosts=given.pop("world_info"), program=tuple(given.pop("program")), **given)
     print(f"fzero: {work.host.name} starts {len(work.host.slots)} ranks ({socket.gethostname()})", flush=True)
     return run(work, reports=watch_leash())
 

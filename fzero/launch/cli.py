@@ -25,7 +25,7 @@ from fzero.common.flags import Parser
 from fzero.comms.failures import timeout_of
 from fzero.comms.rendezvous import DEFAULT_PORT
 from fzero.launch import agent
-from fzero.launch.agent import LAST_CALL, Work
+from fzero.launch.agent import LAST_CALL, AgentWork
 from fzero.launch.deepspeed_flags import (
     ELASTIC_RESTARTS,
     add_flags,
@@ -204,7 +204,7 @@ def fewest_nodes(given: argparse.Namespace, num_hosts: int) -> int | None:
     return int(smallest)
 
 
-def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: bool) -> Work:
+def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: bool) -> AgentWork:
     """The work of the agents; on this machine alone, at a free port."""
     if given.max_restarts < 0:
         raise LaunchError(f"--max_restarts {given.max_restarts}: must be 0 or more")
@@ -214,7 +214,7 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
         rule = f"must be from 0 to {len(hosts) - 1}"
         raise LaunchError(f"--node_rank {given.node_rank}: {rule}; there are {len(hosts)} hosts")
     log_dir = given.enable_each_rank_log
-    return Work(
+    return AgentWork(
         hosts=hosts,
         node_rank=given.node_rank or 0,
         program=program_of(given, hosts),
@@ -228,7 +228,7 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
 
 
 def commands_of(
-    given: argparse.Namespace, work: Work, environment: Mapping[str, str], from_file: Mapping[str, str]
+    given: argparse.Namespace, work: AgentWork, environment: Mapping[str, str], from_file: Mapping[str, str]
 ) -> tuple[Job, tuple[Command, ...]]:
     """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):

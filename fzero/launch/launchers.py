@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from fzero.launch import feed
-from fzero.launch.agent import Work
+from fzero.launch.agent import AgentWork
 from fzero.launch.hostfile import Host
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
@@ -53,7 +53,7 @@ class Command:
 class Job:
     """A job on several hosts; `work.node_rank` is ignored."""
 
-    work: Work
+    work: AgentWork
     environment: Mapping[str, str]
     """The variables for other hosts: forwarded ones, those of the environment file, and the secret of the job. Their values are
     never part of a command: agents read them from their input, mpirun and srun from their own environment."""

@@ -34,7 +34,7 @@ print(json.dumps({"python": platform.python_version(), "torch": version("torch")
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class HostProbe:
     """The answer of a host to the probe."""
 
     python: str
@@ -53,7 +53,7 @@ class Answer:
         return f"python {self.python}, torch {self.torch}, fzero {self.fzero}"
 
 
-def ask(job: Job, name: str) -> Answer | str:
+def ask(job: Job, name: str) -> HostProbe | str:
     """The answer of a host, or the reason why there is none."""
     command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
     words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
@@ -67,7 +67,7 @@ def ask(job: Job, name: str) -> Answer | str:
         return last or f"ssh ended with code {done.returncode}"
     said = json.loads(done.stdout.splitlines()[-1])
     clock, now = said.pop("clock"), time.time()
-    return Answer(**said, clock_error=max(0.0, clock - now) - max(0.0, asked - clock))
+    return HostProbe(**said, clock_error=max(0.0, clock - now) - max(0.0, asked - clock))
 
 
 def script_of(job: Job) -> tuple[str, ...]:
@@ -76,10 +76,10 @@ def script_of(job: Job) -> tuple[str, ...]:
     return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
 
 
-def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[list[str], list[str]]:
+def problems(hosts: Sequence[Host], answers: Sequence[HostProbe | str]) -> tuple[list[str], list[str]]:
     """The problems that stop a start, and those that are only warnings.
 
-    >>> here, there = Answer("3.11", "2.13", "0.1", 0, 0.0), Answer("3.11", "2.12", "0.1", 0, 9.0)
+    >>> here, there = HostProbe("3.11", "2.13", "0.1", 0, 0.0), HostProbe("3.11", "2.12", "0.1", 0, 9.0)
     >>> stops, warnings = problems([Host("a", (0,)), Host("b", (0,)), Host("c", (0,))], [here, there, "no route"])
     >>> print("\\n".join(stops + warnings))
     c: no route
@@ -88,7 +88,7 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
     """
     stops = [f"{host.name}: {answer}" for host, answer in zip(hosts, answers) if isinstance(answer, str)]
     warnings: list[str] = []
-    answers_given = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, Answer)]
+    answers_given = [(host, answer) for host, answer in zip(hosts, answers) if isinstance(answer, HostProbe)]
     for host, answer in answers_given:
         first_host, first = answers_given[0]
         stops += [f"{host.name}: there is no script {path}" for path in answer.missing]
@@ -103,7 +103,7 @@ def problems(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> tuple[li
     return stops, warnings
 
 
-def table(hosts: Sequence[Host], answers: Sequence[Answer | str]) -> Table:
+def table(hosts: Sequence[Host], answers: Sequence[HostProbe | str]) -> Table:
     """A line for each host."""
     made = Table("host", "slots", "devices", "python", "torch", "fzero")
     for host, answer in zip(hosts, answers):

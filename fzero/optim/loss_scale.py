@@ -8,12 +8,13 @@ for ZeRO stages 1 to 3 (`fp16.*` keys), for all stages. The host reads no value:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
-Leaf = TypeVar("Leaf")
+from fzero.optim.transforms import Leaf
+
 FACTOR = 2.0
 
 

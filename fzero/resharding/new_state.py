@@ -15,7 +15,7 @@ from fzero.resharding.tensors import Sources
 from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import FilePart, Leaf, in_memory, kept
+from fzero.storage.file_tensor import FilePart, StoredTensor, in_memory, kept
 from fzero.storage.shard_transfer import part_of, updated_part
 from fzero.storage.state_files import StateFiles
 
@@ -23,7 +23,7 @@ Numbers = dict[str, float | int]
 """The 0-d tensors of a state, by name; equal on every rank, so they are sent as values."""
 
 
-def read(x: Leaf | FilePart, start: int, stop: int) -> Tensor:
+def read(x: StoredTensor | FilePart, start: int, stop: int) -> Tensor:
     """Elements [start, stop); zeros where a file fails, which breaks its state and raises on all ranks in `agree`."""
     part = part_of(x, start, stop)
     if isinstance(part, Tensor):
@@ -32,7 +32,7 @@ def read(x: Leaf | FilePart, start: int, stop: int) -> Tensor:
     return torch.zeros(stop - start, dtype=part.dtype) if found is None else found
 
 
-def write(x: Leaf | FilePart, start: int, values: Tensor) -> None:
+def write(x: StoredTensor | FilePart, start: int, values: Tensor) -> None:
     """Writes elements from `start` on. Fails as `read` does."""
     part = part_of(x, start, start + values.numel())
     if isinstance(part, Tensor):

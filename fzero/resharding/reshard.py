@@ -35,7 +35,7 @@ from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
-from fzero.storage.file_tensor import Leaf, StoreError, handles_of
+from fzero.storage.file_tensor import StoredTensor, StoreError, handles_of
 from fzero.storage.state_files import StateFiles
 from sharding.views import torch_dtype
 
@@ -235,8 +235,8 @@ class _Message(NamedTuple):
 def _run(
     round_: ReshardRound,
     plan: ReshardPlan,
-    sources: Mapping[str, Leaf],
-    targets: Mapping[str, Leaf],
+    sources: Mapping[str, StoredTensor],
+    targets: Mapping[str, StoredTensor],
     axis: ProcessAxis,
     device: torch.device,
 ) -> None:

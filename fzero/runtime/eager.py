@@ -49,7 +49,7 @@ from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_transfer import ShardTransfer
 
 if TYPE_CHECKING:
-    from fzero.storage.file_tensor import Leaf
+    from fzero.storage.file_tensor import StoredTensor
 
 
 class ForwardBackward:
@@ -81,8 +81,8 @@ class ForwardBackward:
         self,
         plan: Plan,
         mesh: RankMesh,
-        params: Mapping[str, Leaf],
-        grads: Mapping[str, Leaf] | None,
+        params: Mapping[str, StoredTensor],
+        grads: Mapping[str, StoredTensor] | None,
         learned: Learned,
         transfer: ShardTransfer,
         *,

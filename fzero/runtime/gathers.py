@@ -28,7 +28,7 @@ from sharding.views import unflatten
 
 if TYPE_CHECKING:
     from fzero.compression.plan import PulledGrad
-    from fzero.storage.file_tensor import Leaf
+    from fzero.storage.file_tensor import StoredTensor
 
 
 class SavedView(NamedTuple):
@@ -86,7 +86,7 @@ class Gathers:
         self,
         plan: Plan,
         mesh: RankMesh,
-        params: Mapping[str, Leaf],
+        params: Mapping[str, StoredTensor],
         transfer: ShardTransfer,
         seen: SeenParams,
         was_changed: Callable[[str], ValueError],

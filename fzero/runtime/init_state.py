@@ -33,7 +33,7 @@ from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.storage.file_tensor import Leaf
+    from fzero.storage.file_tensor import StoredTensor
     from fzero.storage.state_files import StateFiles
 
 InitFn = Callable[[nn.Module], object]
@@ -103,7 +103,11 @@ class StateBuilder:
         )
 
     def optimizer(
-        self, rank: int, params: Mapping[str, Leaf], master: Mapping[str, Leaf], files: StateFiles | None = None
+        self,
+        rank: int,
+        params: Mapping[str, StoredTensor],
+        master: Mapping[str, StoredTensor],
+        files: StateFiles | None = None,
     ) -> dict[str, Any]:
         """The optimizer state of a rank as in `make`, for existing parameters and masters; `files`: see `blank`."""
         optimizer = {}
@@ -114,7 +118,9 @@ class StateBuilder:
                 optimizer[buffer.key] = self._first(buffer, param, values_S, files)["optimizer"]
         return optimizer
 
-    def updated(self, buffer: FlatParamPlan, params: Mapping[str, Leaf], master: Mapping[str, Leaf], rank: int) -> Leaf:
+    def updated(
+        self, buffer: FlatParamPlan, params: Mapping[str, StoredTensor], master: Mapping[str, StoredTensor], rank: int
+    ) -> StoredTensor:
         """The tensor of a flat buffer that a rank updates: its master, or else its shard of the parameters."""
         if buffer.key in master:
             return master[buffer.key]

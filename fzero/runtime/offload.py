@@ -31,7 +31,7 @@ from fzero.runtime.offload_wholes import update_wholes
 from fzero.runtime.state_memory import Parts, Place, StateMemory
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
-from fzero.storage.file_tensor import FileSpec, FileTensor, Leaf, handles_of, renewed
+from fzero.storage.file_tensor import FileSpec, FileTensor, StoredTensor, handles_of, renewed
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
 from sharding.specs import Placement, TensorSpec
@@ -172,7 +172,7 @@ class Offload(StateMemory):
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
 
     def _init_streamed(
-        self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, Leaf], values_S: Tensor, state: Any,
+        self, buffer: FlatParamPlan, files: StateFiles | None, found: Mapping[str, StoredTensor], values_S: Tensor, state: Any,
         transform: Transform,
     ) -> None:  # fmt: skip
         """Writes the first values to where they live. Errors are kept for `agree` if there are files."""
@@ -276,7 +276,7 @@ class Offload(StateMemory):
         short = [x if name else x.to(self.runs_on(buffer)) for name, x in zip(leaves.of_state, tensors, strict=True)]
         return moved | {"optimizer": with_long(treespec.unflatten(short), leaves, made)}
 
-    def _moved(self, x: Leaf, name: str, leaves: Leaves, files: StateFiles | None) -> Leaf:
+    def _moved(self, x: StoredTensor, name: str, leaves: Leaves, files: StateFiles | None) -> StoredTensor:
         if isinstance(x, FileTensor) and x.files is files:
             return x
         kind = self.kind(leaves.homes[name].placement)
@@ -297,10 +297,10 @@ class Offload(StateMemory):
             _run_stream(files, lambda: storage.stream.stream_update(copy, files.mover(name), groups, **self._ahead))
         return files.handle(name)
 
-    def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, Leaf]:
+    def _empty(self, leaves: Leaves, files: StateFiles | None) -> dict[str, StoredTensor]:
         """New tensors of a buffer that is partly off the device: all tensors off the device, and the optimizer state and
         gradient on it."""
-        tensors: dict[str, Leaf] = {}
+        tensors: dict[str, StoredTensor] = {}
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
         for name, home in leaves.homes.items():
@@ -319,7 +319,7 @@ class Offload(StateMemory):
         crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
         return leaves.homes[name].placement.pinned and crosses
 
-    def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, Leaf]]]) -> Mover:
+    def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, StoredTensor]]]) -> Mover:
         """The mover of each tensor to the device on which its buffer is updated."""
         mover_of: dict[str, Mover] = {}
         there: dict[str, Tensor] = {}
@@ -339,7 +339,7 @@ class Offload(StateMemory):
 
 
 def _streamed(
-    leaves: Leaves, transform_at: Callable[..., Transform], tensors: Mapping[str, Leaf], state: Any
+    leaves: Leaves, transform_at: Callable[..., Transform], tensors: Mapping[str, StoredTensor], state: Any
 ) -> Streamed:
     out = leaves.param if leaves.param != leaves.updated and leaves.param in tensors else None
     return storage.stream.Streamed(leaves.names, leaves.numel, transform_at, None, state, out=out, grad=leaves.grad)

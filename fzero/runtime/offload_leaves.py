@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.storage.file_tensor import Leaf
+from fzero.storage.file_tensor import StoredTensor
 from sharding.specs import Placement
 
 if TYPE_CHECKING:
@@ -69,18 +69,18 @@ def leaves_of(plan: Plan, buffer: FlatParamPlan) -> Leaves:
     return Leaves(buffer.key, of_state, names["params"], names.get("grads", ""), numel, homes)
 
 
-def long_tensors(state: Any, leaves: Leaves) -> list[Leaf]:
+def long_tensors(state: Any, leaves: Leaves) -> list[StoredTensor]:
     """The tensors of an optimizer state that are as long as the parameters."""
     return [x for x, name in zip(optree.tree_leaves(state), leaves.of_state, strict=True) if name]
 
 
-def tensors_of(update: Update, leaves: Leaves) -> dict[str, Leaf]:
+def tensors_of(update: Update, leaves: Leaves) -> dict[str, StoredTensor]:
     """The tensors that the update of a buffer reads and writes, by name, each where it lives."""
     found = dict(zip(leaves.names, (update.master, *long_tensors(update.state, leaves)), strict=True))
     return {leaves.param: update.param, leaves.grad: update.grad} | found
 
 
-def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, Leaf]) -> Any:
+def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, StoredTensor]) -> Any:
     """The optimizer state with these tensors in place of its long ones."""
     found, treespec = optree.tree_flatten(state)
     return treespec.unflatten([tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)])

@@ -25,7 +25,7 @@ from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.storage.file_tensor import Leaf
+    from fzero.storage.file_tensor import StoredTensor
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class Reductions:
         self,
         plan: Plan,
         mesh: RankMesh,
-        grads: Mapping[str, Leaf],
+        grads: Mapping[str, StoredTensor],
         transfer: ShardTransfer,
         hook_states: Mapping[str, States],
     ) -> None:
@@ -268,7 +268,7 @@ class Reductions:
         home = self._grads[buffer.key]
         return isinstance(home, Tensor) and home.device == self._transfer.device
 
-    def _own(self, buffer: FlatParamPlan) -> Leaf:
+    def _own(self, buffer: FlatParamPlan) -> StoredTensor:
         """This rank's shard (S) of the mean gradient."""
         return own_shard(self._grads[buffer.key], buffer, self._mesh.shard)
 

@@ -36,7 +36,7 @@ from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
-    from fzero.storage.file_tensor import Leaf
+    from fzero.storage.file_tensor import StoredTensor
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
@@ -76,14 +76,14 @@ class Update(NamedTuple):
     """One flat buffer to be updated."""
 
     buffer: FlatParamPlan
-    grad: Leaf
+    grad: StoredTensor
     """This rank's gradient (S)."""
-    master: Leaf
+    master: StoredTensor
     """The tensor to update: a shard of the parameters if there is no master."""
     state: Any
     transform_at: Callable[..., Transform]
     """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
-    param: Leaf
+    param: StoredTensor
     """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
     join: Join
 

@@ -116,7 +116,7 @@ class FileTensor:
         )
 
 
-Leaf = Tensor | FileTensor
+StoredTensor = Tensor | FileTensor
 """A flat tensor of a state, wherever it lives."""
 
 

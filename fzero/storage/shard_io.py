@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.storage.buffer_sizes import MOST_LEAVING
-from fzero.storage.file_tensor import FileTensor, Leaf, kept
+from fzero.storage.file_tensor import FileTensor, StoredTensor, kept
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
 
 
@@ -48,17 +48,17 @@ class MovingTransfer(ShardTransfer):
 
     # --- loading -------------------------------------------------------------------------------------------------
 
-    def prefetch(self, name: str, x: Leaf) -> None:
+    def prefetch(self, name: str, x: StoredTensor) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
         is_here = isinstance(x, Tensor) and x.device == self.device
         if not is_here and name not in self._coming and (self.most is None or len(self._coming) < self.most):
             self._coming[name] = self._start(name, x)
 
-    def load(self, name: str, x: Leaf) -> Tensor:
+    def load(self, name: str, x: StoredTensor) -> Tensor:
         """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
         return (self._coming.pop(name, None) or self._start(name, x))()
 
-    def fresh(self, x: Leaf) -> Tensor:
+    def fresh(self, x: StoredTensor) -> Tensor:
         """An uninitialised tensor like the result of `load`; the shard itself if it lives on the device."""
         if isinstance(x, Tensor) and x.device == self.device:
             return x
@@ -66,7 +66,7 @@ class MovingTransfer(ShardTransfer):
             return self.scratch.take_paged(x.numel(), x.dtype)
         return torch.empty(x.numel(), dtype=x.dtype, device=self.device)
 
-    def each(self, shards: Iterable[tuple[str, Leaf]]) -> Iterator[Tensor]:
+    def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
         """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
         rest = deque(shards)
         while rest:
@@ -78,7 +78,7 @@ class MovingTransfer(ShardTransfer):
             if here is not x:
                 self.scratch.give(here)
 
-    def _start(self, name: str, x: Leaf) -> Callable[[], Tensor]:
+    def _start(self, name: str, x: StoredTensor) -> Callable[[], Tensor]:
         if isinstance(x, Tensor) and x.device == self.device:
             return lambda: x
         with profiler_range("load", name):
@@ -120,7 +120,7 @@ class MovingTransfer(ShardTransfer):
 
     # --- writing back --------------------------------------------------------------------------------------------
 
-    def _put(self, name: str, home: Leaf, values: Tensor, *, adds: bool) -> Tensor:
+    def _put(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         if isinstance(home, FileTensor):
             with profiler_range("write_back", name):
                 return self._put_in_file(name, home, values, adds=adds)

@@ -19,9 +19,9 @@ from fzero.plans.flat_params import FlatParamPlan
 from fzero.storage.pages import CHUNK, PAGE
 
 if TYPE_CHECKING:
-    from fzero.storage.file_tensor import FilePart, FileTensor, Leaf
+    from fzero.storage.file_tensor import FilePart, FileTensor, StoredTensor
 
-AnyLeaf = TypeVar("AnyLeaf", Tensor, "Leaf")
+AnyLeaf = TypeVar("AnyLeaf", Tensor, "StoredTensor")
 
 
 class BufferPool:
@@ -74,21 +74,21 @@ class ShardTransfer:
     ) -> None:
         self.device, self.scratch, self._measure, self._in_memory = device, scratch, measure, in_memory
         # By name: result, shard, version. The shard is kept alive, so that no other tensor gets its address.
-        self._measured: dict[str, tuple[Tensor, Leaf, int]] = {}
+        self._measured: dict[str, tuple[Tensor, StoredTensor, int]] = {}
 
-    def prefetch(self, name: str, x: Leaf) -> None:
+    def prefetch(self, name: str, x: StoredTensor) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
 
-    def load(self, name: str, x: Leaf) -> Tensor:
+    def load(self, name: str, x: StoredTensor) -> Tensor:
         """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
         assert isinstance(x, Tensor), name
         return x
 
-    def each(self, shards: Iterable[tuple[str, Leaf]]) -> Iterator[Tensor]:
+    def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
         """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
         return (self.load(name, x) for name, x in shards)
 
-    def write_back(self, name: str, home: Leaf, values: Tensor, *, adds: bool, measures: bool = False) -> None:
+    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool, measures: bool = False) -> None:
         """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
         unless they are the home's own memory.
 
@@ -104,7 +104,7 @@ class ShardTransfer:
             number = number if number.device == self.device else number.to(self.device)
             self._measured[name] = number, home, _version(home)
 
-    def _put(self, name: str, home: Leaf, values: Tensor, *, adds: bool) -> Tensor:
+    def _put(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """Writes or adds to a home; returns the tensor that holds the final values."""
         assert isinstance(home, Tensor), name
         if adds:
@@ -113,7 +113,7 @@ class ShardTransfer:
             home.copy_(values)
         return values
 
-    def known(self, name: str, home: Leaf) -> Tensor | None:
+    def known(self, name: str, home: StoredTensor) -> Tensor | None:
         """The measurement of the shard, if it was measured and, as far as PyTorch counts, has not changed since."""
         if name not in self._measured:
             return None
@@ -130,7 +130,7 @@ class ShardTransfer:
         """Waits for all transfers, and drops prefetched shards."""
 
 
-def _version(x: Leaf) -> int:
+def _version(x: StoredTensor) -> int:
     """PyTorch's count of changes to a tensor in memory; 0 for a file, which only this transfer changes."""
     return x._version if isinstance(x, Tensor) else 0
 

@@ -29,10 +29,10 @@ from fzero.estimation.compare import Keys
 from fzero.estimation.fit_search import Setting
 from fzero.launch import cli as launch
 from fzero.tuning.probe import Request
-from fzero.tuning.report import Row, Tuned
+from fzero.tuning.report import TrialResult, Tuned
 from fzero.tuning.runs import Results, Runs, Script, mapped
 from fzero.tuning.search import Point, Strategy, next_trial
-from fzero.tuning.space import STAGES, Candidate, Kind
+from fzero.tuning.space import STAGES, Kind, TuningCandidate
 
 TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
 the script's model and batch; those that fit are run for a few steps, the most promising first, until no improvement is
@@ -188,12 +188,12 @@ class Tuning:
         limit = self.request.memory or described["memory"]
         rows = []
         for one in described["candidates"]:
-            candidate = Candidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
+            candidate = TuningCandidate(**one["candidate"] | {"choice": Setting(**one["candidate"]["choice"])})
             kinds = ("device", "host") if described["device"] == "cpu" else ("device",)
             nbytes = sum(one["nbytes"].get(kind, 0) for kind in kinds)
             too_large = "" if one["fits"] else f"does not fit: {nbytes / 1e9:.3g} GB of {limit / 1e9:.3g}"
             why = one["refused"] or too_large
-            rows.append(Row(candidate, nbytes, one["seconds"], one["flops"], why))
+            rows.append(TrialResult(candidate, nbytes, one["seconds"], one["flops"], why))
         notes = [described["note"]] if described["note"] else []
         if rows[0].candidate.micro is None:
             notes.append("micro-batches are not tuned: the configuration sets no batch size, or elasticity chooses it")

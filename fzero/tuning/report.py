@@ -11,7 +11,7 @@ from rich.table import Table
 
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.tuning.runs import Result
-from fzero.tuning.space import Candidate
+from fzero.tuning.space import TuningCandidate
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,10 +21,10 @@ UNITS = {"throughput": "samples/s", "latency": "s/step", "flops": "Gflop/s"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TrialResult:
     """One candidate: its plan, and its measurement if there is one."""
 
-    candidate: Candidate
+    candidate: TuningCandidate
     nbytes: int = 0  # planned, of one rank
     predicted: float = 0.0  # planned seconds of a step
     flops: int = 0  # of a step on one rank, without recomputation; 0 if they are not counted
@@ -52,14 +52,16 @@ class Row:
 class Tuned:
     """All candidates. `print(tuned)` shows the table."""
 
-    rows: tuple[Row, ...]  # in the order of the search space; the first is the configuration that the script was given
+    rows: tuple[
+        TrialResult, ...
+    ]  # in the order of the search space; the first is the configuration that the script was given
     metric: Metric  # the optimized one
     world_size: int
     memory: float  # bytes that a rank may use
     notes: tuple[str, ...] = ()  # below the table
     use: str = field(default="", repr=False)  # the command that uses the best configuration
 
-    def score(self, row: Row) -> float | None:
+    def score(self, row: TrialResult) -> float | None:
         """The metric of a measured candidate, in its unit."""
         if row.seconds is None or self.metric == "latency":
             return row.seconds
@@ -67,16 +69,16 @@ class Tuned:
             return row.flops * self.world_size / row.seconds / 1e9
         return row.samples(self.world_size) / row.seconds
 
-    def cost(self, row: Row) -> float | None:
+    def cost(self, row: TrialResult) -> float | None:
         """The cost that the search minimizes."""
         return None if row.seconds is None else self.cost_of(row, row.seconds)
 
-    def cost_of(self, row: Row, seconds: float) -> float:
+    def cost_of(self, row: TrialResult, seconds: float) -> float:
         """The cost at this many seconds per step."""
         return seconds if self.metric == "latency" else seconds / row.samples(self.world_size)
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> TrialResult | None:
         """The best measured candidate."""
         measured = [row for row in self.rows if row.seconds is not None]
         return min(measured, key=lambda row: self.cost(row) or 0.0, default=None)
@@ -102,7 +104,7 @@ class Tuned:
             "notes": list(self.notes),
         }
 
-    def _row_as_dict(self, row: Row) -> dict[str, Any]:
+    def _row_as_dict(self, row: TrialResult) -> dict[str, Any]:
         result = row.result
         return {
             "name": row.candidate.name,
@@ -150,7 +152,7 @@ class Tuned:
         return figure
 
 
-def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
+def _cells(tuned: Tuned, row: TrialResult, scale: float) -> list[str]:
     measured = ["", "", ""]
     if row.result is not None and row.seconds is not None:
         measured = [shown(row.result.nbytes, scale), f"{row.seconds:.3g}", f"{tuned.score(row):.4g}"]
@@ -166,10 +168,10 @@ def _cells(tuned: Tuned, row: Row, scale: float) -> list[str]:
     ]
 
 
-def _ordered(tuned: Tuned) -> list[Row]:
+def _ordered(tuned: Tuned) -> list[TrialResult]:
     """The rows: measured ones, best first; failed ones; untried ones, by the plan; refused ones."""
 
-    def rank(row: Row) -> tuple[int, float]:
+    def rank(row: TrialResult) -> tuple[int, float]:
         cost = tuned.cost(row)
         if cost is not None:
             return 0, cost
@@ -180,7 +182,7 @@ def _ordered(tuned: Tuned) -> list[Row]:
     return sorted(tuned.rows, key=rank)
 
 
-def _conclusion(tuned: Tuned, best: Row) -> str:
+def _conclusion(tuned: Tuned, best: TrialResult) -> str:
     num_runs = sum(row.trial is not None for row in tuned.rows)
     text = f"{num_runs} of {len(tuned.rows)} candidates were run; the best is {best.candidate.name}"
     if best.candidate.is_given:
@@ -188,7 +190,7 @@ def _conclusion(tuned: Tuned, best: Row) -> str:
     return text if tuned.gain is None else f"{text}, {tuned.gain:.2f} times as good as the given configuration"
 
 
-def _mark(row: Row) -> str:
+def _mark(row: TrialResult) -> str:
     if row.refused:
         return f"pruned: {row.refused}"[:60]
     if row.result and row.result.error:
@@ -196,7 +198,7 @@ def _mark(row: Row) -> str:
     return "" if row.trial is None else f"run {row.trial + 1}"
 
 
-def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[Row]) -> None:
+def _draw_trials(axes: Any, tuned: Tuned, trials: Sequence[TrialResult]) -> None:
     good = [row for row in trials if row.seconds is not None]
     xs = [(row.trial or 0) + 1 for row in good]
     ys = [tuned.score(row) or 0.0 for row in good]

@@ -28,7 +28,7 @@ STAGES = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TuningCandidate:
     """One configuration that may be measured."""
 
     choice: Setting
@@ -66,7 +66,7 @@ class Candidate:
 class Planned:
     """The plan of a candidate: bytes of one rank by kind of memory, and seconds of a step; or why it is not possible."""
 
-    candidate: Candidate
+    candidate: TuningCandidate
     nbytes: dict[str, int]
     seconds: float
     flops: int = 0
@@ -81,7 +81,7 @@ def candidates(
     stages: Sequence[int] = STAGES,
     offload: Sequence[Kind] = ("device",),
     nvme_path: str | None = None,
-) -> list[Candidate]:
+) -> list[TuningCandidate]:
     """The given configuration, then all others.
 
     Args:
@@ -97,7 +97,7 @@ def candidates(
     """
     cfg = quietly(keys)
     _, own_micro, own_steps = cfg.batch_sizes(world_size)
-    given = Candidate(Setting.of(cfg), own_micro, own_steps, keys, is_given=True)
+    given = TuningCandidate(Setting.of(cfg), own_micro, own_steps, keys, is_given=True)
     every = cfg.activation_checkpointing.every
     sizes = list(micro_batches(keys, settings, world_size))
     buckets = [False] if settings.fast else [False, True]
@@ -109,7 +109,7 @@ def candidates(
         if is_possible and (choice, micro, steps) != (given.choice, given.micro, given.num_micro_steps):
             changes = {**choice.keys(nvme_path, every), **batch_keys(keys, micro, steps)}
             changes.setdefault("activation_checkpointing", {"every": None})
-            space.append(Candidate(choice, micro, steps, changed(keys, changes)))
+            space.append(TuningCandidate(choice, micro, steps, changed(keys, changes)))
     return space
 
 
@@ -165,7 +165,7 @@ class Planner:
 
         self._search = cache(search)
 
-    def planned(self, candidate: Candidate) -> Planned:
+    def planned(self, candidate: TuningCandidate) -> Planned:
         """The plan of a candidate; if the model or the configuration does not allow it, `refused` has the reason."""
         try:
             search = self._search(candidate.micro, candidate.num_micro_steps)
@@ -180,7 +180,7 @@ class Planner:
         return Planned(_with_its_limit(candidate, rung), nbytes, rung.seconds, flops * candidate.num_micro_steps)
 
 
-def _with_its_limit(candidate: Candidate, rung: Rung) -> Candidate:
+def _with_its_limit(candidate: TuningCandidate, rung: Rung) -> TuningCandidate:
     """The candidate, with `stage3_max_live_parameters` as the plan raised it, if it did."""
     limit = (rung.column.keys.get("zero_optimization") or {}).get("stage3_max_live_parameters")
     before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters

@@ -22,7 +22,7 @@ from fzero.deepspeed.compression.basic_layer import Embedding_Compress, LinearLa
 from fzero.deepspeed.compression.compress import student_initialization
 from fzero.deepspeed.compression.helper import recursive_getattr, recursive_setattr
 from fzero.deepspeed.missing import stand_in
-from fzero.deepspeed.names import Origin
+from fzero.deepspeed.names import Definition
 
 SHRINKING = {
     "row_pruning": technique({"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0),
@@ -155,7 +155,7 @@ def test_a_student_begins_with_its_teachers_layers() -> None:
 )
 def test_classes_without_a_counterpart_say_what_to_use(name: str, says: str) -> None:
     module, _, of_module = name.partition(".")
-    missing = stand_in(Origin(f"deepspeed.compression.{module}", of_module, "classes"))
+    missing = stand_in(Definition(f"deepspeed.compression.{module}", of_module, "classes"))
     assert not isinstance(torch.nn.Linear(1, 1), missing)
     with pytest.raises(
         NotImplementedError, match=rf"^deepspeed\.compression\.{module}\.{of_module}: .*{re.escape(says)}"

@@ -17,7 +17,7 @@ import pytest
 
 from fzero.deepspeed import alias, missing, names
 from fzero.deepspeed.__main__ import main
-from fzero.deepspeed.names import Origin
+from fzero.deepspeed.names import Definition
 
 ROOT = Path(__file__).parents[2]
 
@@ -277,7 +277,7 @@ def test_stand_ins_of_one_origin_are_one_object() -> None:
         ("deepspeed.runtime.pipe", "PipelineModule"),
     ]
     origins = {names.origin(*place) for place in places}
-    assert origins == {Origin("deepspeed.runtime.pipe.module", "PipelineModule", "classes")}
+    assert origins == {Definition("deepspeed.runtime.pipe.module", "PipelineModule", "classes")}
 
 
 @pytest.mark.parametrize("name", sorted(missing.INSTEAD))

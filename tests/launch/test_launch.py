@@ -25,7 +25,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 
 from fzero.comms.rendezvous import launched
 from fzero.launch import feed
-from fzero.launch.agent import SECONDS_TO_END, Failure, Work, launch_config, secret_of
+from fzero.launch.agent import SECONDS_TO_END, AgentWork, Failure, launch_config, secret_of
 from fzero.launch.cli import commands_of, main, parser
 from fzero.launch.environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launch.hostfile import Host, choose, decode, encode, parse_hostfile
@@ -190,7 +190,7 @@ TWO = (Host("a", (0, 1)), Host("b", (0, 1)))
 
 
 def job(hosts: tuple[Host, ...] = TWO, **work: object) -> Job:
-    what = Work(hosts, 0, ("python", "-u", "train.py", "50%"), "a", 29500, **work)
+    what = AgentWork(hosts, 0, ("python", "-u", "train.py", "50%"), "a", 29500, **work)
     return Job(what, {"NCCL_DEBUG": "A B"}, "/my work", ("--extra",), ("-p", "22"), python="python")
 
 
@@ -504,7 +504,7 @@ def test_no_value_of_a_variable_is_part_of_a_command_and_no_name_that_a_shell_wo
     for name in ("MLFLOW_TRACKING_PASSWORD", "NCCL;touch X", "TORCH_A.B"):
         monkeypatch.setenv(name, "hunter2")
     made = parser().parse_args(["--launcher", launcher, "train.py"])
-    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500)
+    work = AgentWork(TWO, 0, ("python", "-u", "train.py"), "a", 29500)
     job, commands = commands_of(made, work, os.environ, {"FROM_FILE": "hunter2"})
     assert {job.environment[name] for name in ("MLFLOW_TRACKING_PASSWORD", "FROM_FILE")} == {"hunter2"}
     assert not [word for command in commands for word in command.words if "hunter2" in word or "touch" in word]
@@ -536,7 +536,7 @@ def test_a_state_of_the_rendezvous_that_no_agent_of_the_job_wrote_is_never_unpic
 
 def test_agents_of_several_hosts_that_start_again_need_a_secret_which_no_command_shows(monkeypatch, tmp_path):
     monkeypatch.delenv(SECRET, raising=False)
-    work = Work(TWO, 0, ("python", "-u", "train.py"), "a", 29500, max_restarts=1)
+    work = AgentWork(TWO, 0, ("python", "-u", "train.py"), "a", 29500, max_restarts=1)
     with pytest.raises(ValueError, match="FZERO_SECRET: is not set"):
         secret_of(work)
     job, commands = commands_of(parser().parse_args(["train.py"]), work, {}, {})

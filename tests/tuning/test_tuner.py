@@ -25,7 +25,7 @@ from fzero.config.autotuning import Autotuning, autotuning
 from fzero.config.config import Config, ConfigError
 from fzero.tuning.cli import Tuning, _shown
 from fzero.tuning.probe import VARIABLE, Request
-from fzero.tuning.report import Row, Tuned
+from fzero.tuning.report import TrialResult, Tuned
 from fzero.tuning.runs import OF_SPACE, Result, Results, Runs, Script, key_of, reason
 from fzero.tuning.search import Point, Strategy, next_trial
 from fzero.tuning.space import candidates
@@ -522,7 +522,7 @@ def test_a_run_with_autotuning_tunes_and_then_starts_with_the_best(
     path.write_text("{}")
     one = candidates(KEYS, Autotuning(), 2)[0]
     tuned = Tuned(
-        (Row(one, result=Result("a", "", 0.5), trial=0),),
+        (TrialResult(one, result=Result("a", "", 0.5), trial=0),),
         "throughput",
         2,
         1e9,
@@ -547,10 +547,10 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_and_the_picture_tell_measured_failed_and_pruned() -> None:
     found = candidates(KEYS, Autotuning(), 2)[:4]
     rows = (
-        Row(found[0], 10**9, 0.1, result=Result("a", "", 0.2, 8, 10**9), trial=0),
-        Row(found[1], 10**9, 0.1, result=Result("b", "", error="out of memory [x]"), trial=1),
-        Row(found[2], 10**9, 0.1),
-        Row(found[3], 10**9, refused="does not fit"),
+        TrialResult(found[0], 10**9, 0.1, result=Result("a", "", 0.2, 8, 10**9), trial=0),
+        TrialResult(found[1], 10**9, 0.1, result=Result("b", "", error="out of memory [x]"), trial=1),
+        TrialResult(found[2], 10**9, 0.1),
+        TrialResult(found[3], 10**9, refused="does not fit"),
     )
     tuned = Tuned(rows, "throughput", 2, 2e9)
     text = str(tuned)

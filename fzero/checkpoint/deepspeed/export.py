@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, StandIn
+from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, PlainObject
 from fzero.checkpoint.deepspeed.flat import MASTER
 from fzero.checkpoint.deepspeed.source import KINDS, RULES
 from fzero.checkpoint.folders import CheckpointError
@@ -163,7 +163,7 @@ def _optimizer_state(contents: Mapping[str, Any], steps: Steps) -> dict[str, Any
     return state
 
 
-class _Scaler(StandIn):
+class _Scaler(PlainObject):
     """An object that DeepSpeed reads as a DynamicLossScaler."""
 
 

@@ -54,7 +54,7 @@ WEIGHTS_ALONE = (
 # --- pickles -----------------------------------------------------------------------------------------------------
 
 
-class StandIn:
+class PlainObject:
     """A stand-in for an object of DeepSpeed, with its attributes."""
 
 
@@ -64,9 +64,9 @@ class ZeroStage(int):
 
 ALLOWED: dict[str, type] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": ZeroStage,
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler": StandIn,
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": StandIn,
-    "deepspeed.utils.tensor_fragment.fragment_address": StandIn,
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler": PlainObject,
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler": PlainObject,
+    "deepspeed.utils.tensor_fragment.fragment_address": PlainObject,
 }
 """The classes that are allowed in a checkpoint besides those that torch considers safe, each with its stand-in."""
 

@@ -1,4 +1,4 @@
-"""`Place`: the position of each element of a parameter, its master and its optimizer state in DeepSpeed's files.
+"""`FlatPosition`: the position of each element of a parameter, its master and its optimizer state in DeepSpeed's files.
 
 The files hold flat tensors, which have the same layout for all quantities:
 
@@ -10,7 +10,7 @@ The files hold flat tensors, which have the same layout for all quantities:
 - **Stage 0**: a full tensor per parameter, or, with 16-bit parameters, one flat tensor of all masters.
 
 So element e of a parameter is in the flat tensor of rank (a + e) // q, at b + (a + e) % q, where a, b and q are the
-parameter's own: a `Place`.
+parameter's own: a `FlatPosition`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Shapes = dict[str, tuple[int, ...]]
 MASTER = "fp32"
 
 
-class Place(NamedTuple):
+class FlatPosition(NamedTuple):
     """The position of a parameter's elements; the module's docstring explains a (`before`), b (`offset`) and q (`run`).
 
-    >>> list(Place(0, before=5, offset=0, run=4).spans(1, 7))  # after 5 others, in shards of 4
+    >>> list(FlatPosition(0, before=5, offset=0, run=4).spans(1, 7))  # after 5 others, in shards of 4
     [(1, 1, 2, 2), (3, 2, 0, 4)]
-    >>> list(Place(0, before=0, offset=9, run=3).spans(1, 7))  # in shards of 3, each after 9 others
+    >>> list(FlatPosition(0, before=0, offset=9, run=3).spans(1, 7))  # in shards of 3, each after 9 others
     [(1, 0, 10, 2), (3, 1, 9, 3), (6, 2, 9, 1)]
     """
 
@@ -70,7 +70,7 @@ class Flats(NamedTuple):
     """
 
     shapes: Shapes
-    places: Mapping[str, Place]
+    places: Mapping[str, FlatPosition]
     leaves: tuple[str, ...]
     flat: Callable[[str, int, Group], Tensor]
     dtype: Callable[[str, Group], torch.dtype]
@@ -107,17 +107,17 @@ def leaves_of(state: Any) -> tuple[str, ...]:
     return tuple(sorted(key for key, x in (state or {}).items() if isinstance(x, Tensor) and key != "step"))
 
 
-def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, Place]:
+def places_in_turn(group: Group, shapes: Mapping[str, tuple[int, ...]], run: int) -> dict[str, FlatPosition]:
     """The places of parameters that follow one another in a buffer with shards of `run` elements."""
     before = accumulate(map(math.prod, shapes.values()), initial=0)
-    return {name: Place(group, start, 0, run) for name, start in zip(shapes, before)}
+    return {name: FlatPosition(group, start, 0, run) for name, start in zip(shapes, before)}
 
 
-def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, Place]:
+def places_cut(group: Group, shapes: Mapping[str, tuple[int, ...]], world_size: int) -> dict[str, FlatPosition]:
     """The places of parameters that are each cut into `world_size` shards."""
     runs = [-(-math.prod(shape) // world_size) for shape in shapes.values()]
     offsets = accumulate(runs, initial=0)
-    return {name: Place(group, 0, offset, run) for name, offset, run in zip(shapes, offsets, runs)}
+    return {name: FlatPosition(group, 0, offset, run) for name, offset, run in zip(shapes, offsets, runs)}
 
 
 # --- ZeRO 1, 2 and 3 ---------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
     check_ranks(folder, found, some.world_size)
     first, world_size = opened(0), some.world_size
     groups: list[Shapes] = [{n: tuple(s) for n, s in group.items()} for group in need(model, "param_shapes", path)]
-    places: dict[str, Place] = {}
+    places: dict[str, FlatPosition] = {}
     for index, shapes in enumerate(groups):
         numel, held = sum(map(math.prod, shapes.values())), first.masters[index].numel()
         if first.stage == 3:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.checkpoint.deepspeed import files
 from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, WEIGHTS_ALONE, WORD, read
-from fzero.checkpoint.deepspeed.flat import MASTER, Flats, Place, need, of_ranks
+from fzero.checkpoint.deepspeed.flat import MASTER, FlatPosition, Flats, need, of_ranks
 from fzero.checkpoint.deepspeed.universal import tensor_in, universal, whole
 from fzero.checkpoint.folders import CheckpointError, inside
 from fzero.checkpoint.layout import Stored, StoredSlice, key_of
@@ -228,7 +228,7 @@ class DeepSpeedFiles:
         elif start == stop:  # its dtype is asked for
             yield start, self._fragment(0, name)[:0]
         else:
-            for first, rank, offset, count in Place(0, 0, 0, -(-numel // self.world_size)).spans(start, stop):
+            for first, rank, offset, count in FlatPosition(0, 0, 0, -(-numel // self.world_size)).spans(start, stop):
                 yield first, self._fragment(rank, name)[offset : offset + count]
 
     def _fragment(self, rank: int, name: str) -> Tensor:

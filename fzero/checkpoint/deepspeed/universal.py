@@ -13,9 +13,9 @@ from torch import Tensor
 from fzero.checkpoint.deepspeed.files import WEIGHTS_ALONE, WORD, read
 from fzero.checkpoint.deepspeed.flat import (
     MASTER,
+    FlatPosition,
     Flats,
     Group,
-    Place,
     Shapes,
     leaves_of,
     need,
@@ -61,7 +61,7 @@ def universal(folder: Path, model: Mapping[str, Any], path: Path) -> Flats:
     names = {path.stem for path in (zero / first).glob("*.pt")} - {MASTER, "step"}
     return Flats(
         shapes=shapes,
-        places={name: Place(name, 0, 0, math.prod(shape)) for name, shape in shapes.items()},
+        places={name: FlatPosition(name, 0, 0, math.prod(shape)) for name, shape in shapes.items()},
         leaves=tuple(sorted(names)),
         flat=flat,
         dtype=cache(lambda quantity, group: flat(quantity, 0, first).dtype),
@@ -108,7 +108,7 @@ def whole(model: Mapping[str, Any], path: Path, shapes: Shapes) -> Flats:
             return cast(Tensor, states[index][quantity]).reshape(-1)
         return cast(Tensor, masters[index] if masters else model["module"][names[index]]).reshape(-1)
 
-    each = {name: Place(index, 0, 0, numel) for index, (name, numel) in enumerate(zip(names, numels))}
+    each = {name: FlatPosition(index, 0, 0, numel) for index, (name, numel) in enumerate(zip(names, numels))}
     scaler = {key: saved[key] for key in ("cur_scale", "cur_iter", "last_overflow_iter") if key in saved}
     return Flats(
         shapes=shapes,
