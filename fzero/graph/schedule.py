@@ -16,31 +16,23 @@ collectives in the same order. The cost is n log n in the number of nodes.
 from __future__ import annotations
 
 import heapq
-import operator
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Literal
 
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from fzero.common.collector import collector_paused
-from fzero.graph.analysis import Analysis, Gather, analyse, name_units, sending_updates
+from fzero.graph.analysis import analyse, name_units
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
 from fzero.graph.nodes import (
-    ALL_REDUCE,
     WAIT,
     arrange,
-    flops_of,
-    is_cheap,
-    is_coding,
-    is_write,
-    overwrites,
-    storages,
     waits_of,
 )
-from fzero.graph.reuse import plan_live_ranges
+from fzero.graph.schedule_tables import GatheredRange, Tables
 from fzero.graph.weight_grads import join_products
 
 
@@ -125,35 +117,11 @@ def run_passes_in_place(graph: Graph, options: PassOptions, *, units: Mapping[st
             bucket_updates(graph, analyse(graph), options.gather_bucket)
         if options.reduce_bucket:
             bucket_reductions(graph, analyse(graph), options.reduce_bucket)
-        _Walk(graph, analyse(graph), options).run()
+        _Walk(graph, Tables.of(graph, analyse(graph), options), options).run()
         graph.lint()
 
 
 # --- the walk ----------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, eq=False)
-class _Gathered:
-    """One live range of a unit in the new order, with those of its gathers that are used in it."""
-
-    unit: int
-    first: int
-    last: int
-    gathers: list[Gather]
-    numel: int
-    is_issued: bool = False
-    made: dict[Node, Node] = field(default_factory=dict)  # a node of the gather → its copy in this live range
-
-
-class _Roles(NamedTuple):
-    """The nodes outside the trunk, besides arguments and gathers, by when the walk emits them."""
-
-    lazy: set[Node]  # cheap, emitted when another node needs it
-    eager: set[Node]  # cheap, emitted as soon as its inputs are ready: the consumers of reductions
-    writes: set[Node]  # the nodes that write new state
-    last: set[Node]  # emitted after all other nodes
-    starts: dict[Node, int]  # starts of reductions → elements that they keep alive
-    waits: dict[Node, Node]  # waits of reductions → their start
 
 
 class _Walk:
@@ -161,63 +129,28 @@ class _Walk:
 
     Args:
         graph: changed in place.
-        analysis: of this graph.
+        tables: of this graph.
         options: the limits of the schedule.
     """
 
-    def __init__(self, graph: Graph, analysis: Analysis, options: PassOptions) -> None:
-        self.graph, self.options = graph, options
-        self.index = {node: index for index, node in enumerate(graph.nodes)}
-        self.gathers = analysis.units
-        self.unit_of: dict[Node, int] = {}
-        self.part_of: dict[Node, int] = {}  # index among its unit's gathers
-        for unit, gathers in enumerate(self.gathers):
-            for part, gather in enumerate(gathers):
-                self.unit_of |= dict.fromkeys((*gather.issue, *gather.settle), unit)
-                self.part_of |= dict.fromkeys((*gather.issue, *gather.settle), part)
-        self.roles = _roles(graph, analysis, self.unit_of, options)
-        largest = max(self.roles.starts.values(), default=0)
-        self.max_reducing = 2 * largest if options.max_reducing is None else options.max_reducing
-        beside = (self.unit_of, *self.roles)
-        inside = [node for node in graph.nodes if node.op == "call_function"]
-        self.trunk = [node for node in inside if not any(node in role for role in beside)]
-        self.after: dict[Node, list[Node]] = {}
-        readers: dict[Node, set[int]] = {}
-        for node, others in overwrites(graph).items():
-            self.after[node] = [other for other in others if other not in self.unit_of]
-            readers[node] = {self.unit_of[other] for other in others if other in self.unit_of}
-        self.ranges = self._plan_ranges()
-        # How many nodes must be emitted before each node, not counting gathers, which are emitted on demand.
-        self.users: defaultdict[Node, list[Node]] = defaultdict(list)
-        self.pending: dict[Node, int] = {}
-        for node in graph.nodes:
-            before = [arg for arg in (*node.all_input_nodes, *self.after.get(node, ())) if arg not in self.unit_of]
-            self.pending[node] = len(before)
-            for arg in before:
-                self.users[arg].append(node)
-        # `copy_` into a shard also waits for all gathers that read it.
-        num_ranges = [0] * len(self.gathers)
-        for live_range in self.ranges:
-            num_ranges[live_range.unit] += 1
-        self.overwrites: defaultdict[int, list[Node]] = defaultdict(list)
-        for node, units in readers.items():
-            for unit in units:
-                self.pending[node] += num_ranges[unit]
-                self.overwrites[unit].append(node)
+    def __init__(self, graph: Graph, tables: Tables, options: PassOptions) -> None:
+        self.graph, self.tables, self.options = graph, tables, options
+        self.unit_of, self.roles = tables.unit_of, tables.roles
+        self.pending = dict(tables.num_before)
         self.order: list[Node] = []
         self.done: set[Node] = set()
         self.available: set[Node] = set()
         self.ready: list[tuple[int, int, Node]] = []
         self.under_way: dict[Node, int] = {}  # starts of reductions, in order
         self.reducing = 0
-        self.gathered: list[_Gathered | None] = [None] * len(self.gathers)
+        self.gathered: list[GatheredRange | None] = [None] * tables.num_units
         self.alive: set[int] = set()  # units that are gathered, or being gathered
         self.live = self.in_flight = self.num_ahead = self.next_range = 0
 
     def run(self) -> None:
-        entering: defaultdict[int, list[_Gathered]] = defaultdict(list)
-        leaving: defaultdict[int, list[_Gathered]] = defaultdict(list)
-        for live_range in self.ranges:
+        entering: defaultdict[int, list[GatheredRange]] = defaultdict(list)
+        leaving: defaultdict[int, list[GatheredRange]] = defaultdict(list)
+        for live_range in self.tables.ranges:
             entering[live_range.first].append(live_range)
             leaving[live_range.last].append(live_range)
         for node in self.graph.nodes:
@@ -227,7 +160,7 @@ class _Walk:
             if not node.all_input_nodes:
                 self._make_available(node)
         self._prefetch()
-        for position, node in enumerate(self.trunk):
+        for position, node in enumerate(self.tables.trunk):
             for live_range in entering[position]:
                 self._enter(live_range)
             self._run_node(node)
@@ -239,34 +172,12 @@ class _Walk:
             if leaving[position]:
                 self._prefetch()
             self._cascade()
-        self._finish(entering[len(self.trunk)])
+        self._finish(entering[len(self.tables.trunk)])
         self._apply()
 
     # --- gathers -----------------------------------------------------------------------------------------------
 
-    def _plan_ranges(self) -> list[_Gathered]:
-        numels = [sum(gather.numel for gather in gathers) for gathers in self.gathers]
-        output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
-        uses = []
-        parts: defaultdict[int, deque[tuple[int, int]]] = defaultdict(deque)  # unit → (position, gather used there)
-        for position, node in enumerate([*self.trunk, output]):
-            args = [arg for arg in node.all_input_nodes if arg in self.unit_of]
-            if args:
-                uses.append((position, tuple(dict.fromkeys(self.unit_of[arg] for arg in args))))
-            for arg in args:
-                parts[self.unit_of[arg]].append((position, self.part_of[arg]))
-        ranges = []
-        for unit, first, last in plan_live_ranges(
-            uses, numels, max_live=self.options.max_live, max_reuse_distance=self.options.max_reuse_distance
-        ):
-            used: set[int] = set()
-            while parts[unit] and parts[unit][0][0] <= last:
-                used.add(parts[unit].popleft()[1])
-            gathers = [self.gathers[unit][part] for part in sorted(used)]
-            ranges.append(_Gathered(unit, first, last, gathers, sum(gather.numel for gather in gathers)))
-        return ranges
-
-    def _issue(self, live_range: _Gathered) -> None:
+    def _issue(self, live_range: GatheredRange) -> None:
         live_range.is_issued = True
         self.live += live_range.numel
         self.alive.add(live_range.unit)
@@ -274,10 +185,10 @@ class _Walk:
         for gather in live_range.gathers:
             for node in gather.issue:
                 self._make(live_range, node)
-        for node in self.overwrites[live_range.unit]:
+        for node in self.tables.overwrites.get(live_range.unit, ()):
             self._count_down(node)
 
-    def _enter(self, live_range: _Gathered) -> None:
+    def _enter(self, live_range: GatheredRange) -> None:
         if live_range.is_issued:
             self.in_flight -= live_range.numel
             self.num_ahead -= 1
@@ -285,7 +196,7 @@ class _Walk:
             self._issue(live_range)
         self.gathered[live_range.unit] = live_range
 
-    def _settle(self, live_range: _Gathered) -> None:
+    def _settle(self, live_range: GatheredRange) -> None:
         """Emits the remaining waits: parameters gathered together with others may be unused."""
         for gather in live_range.gathers:
             for node in gather.settle:
@@ -295,9 +206,9 @@ class _Walk:
     def _prefetch(self) -> None:
         """Starts the next gathers, as far as memory allows."""
         options = self.options
-        ahead = len(self.ranges) if options.ahead is None else options.ahead
-        while options.prefetch and self.next_range < len(self.ranges) and self.num_ahead < ahead:
-            live_range = self.ranges[self.next_range]
+        ahead = len(self.tables.ranges) if options.ahead is None else options.ahead
+        while options.prefetch and self.next_range < len(self.tables.ranges) and self.num_ahead < ahead:
+            live_range = self.tables.ranges[self.next_range]
             if self.live + live_range.numel > options.max_live or live_range.unit in self.alive:  # never two copies
                 return
             if self.num_ahead and self.in_flight + live_range.numel > options.prefetch:
@@ -306,7 +217,7 @@ class _Walk:
             self.in_flight += live_range.numel
             self.num_ahead += 1
 
-    def _make(self, live_range: _Gathered, node: Node) -> Node:
+    def _make(self, live_range: GatheredRange, node: Node) -> Node:
         """Emits a gather's node for this live range, after the nodes that it needs; returns the node or its copy."""
         stack = [node]
         while stack:
@@ -325,7 +236,7 @@ class _Walk:
             live_range.made[item] = self._emit_in(live_range, item)
         return live_range.made[node]
 
-    def _emit_in(self, live_range: _Gathered, node: Node) -> Node:
+    def _emit_in(self, live_range: GatheredRange, node: Node) -> Node:
         def here(arg: Node) -> Node:
             return live_range.made.get(arg, arg)
 
@@ -363,7 +274,7 @@ class _Walk:
             if item in self.done:
                 stack.pop()
                 continue
-            before = (*item.all_input_nodes, *self.after.get(item, ()))
+            before = (*item.all_input_nodes, *self.tables.after.get(item, ()))
             missing = [arg for arg in before if arg not in self.done and arg not in self.unit_of]
             if missing:
                 stack.extend(reversed(missing))
@@ -388,7 +299,7 @@ class _Walk:
             if item in self.available:
                 continue
             self.available.add(item)
-            stack.extend(user for user in self.users[item] if self._count_down(user))
+            stack.extend(user for user in self.tables.users.get(item, ()) if self._count_down(user))
 
     def _count_down(self, node: Node) -> bool:
         """Counts down the nodes that `node` waits for; returns whether it is lazy and may now be emitted on demand."""
@@ -398,7 +309,7 @@ class _Walk:
         if node in self.roles.eager or node in self.roles.starts:
             # New state is written before the next is computed, so that only one copy is alive.
             priority = 2 * (node in self.roles.starts) + (node not in self.roles.writes)
-            heapq.heappush(self.ready, (priority, self.index[node], node))
+            heapq.heappush(self.ready, (priority, self.tables.index[node], node))
         return node in self.roles.lazy
 
     def _cascade(self) -> None:
@@ -406,7 +317,7 @@ class _Walk:
         while self.ready:
             _, _, node = self.ready[0]
             waits = node in self.roles.starts and self.under_way and node not in self.done
-            if waits and self.reducing + self.roles.starts[node] > self.max_reducing:
+            if waits and self.reducing + self.roles.starts[node] > self.tables.max_reducing:
                 self._wait_for_oldest()
                 continue
             heapq.heappop(self.ready)
@@ -416,7 +327,7 @@ class _Walk:
         for wait in waits_of(next(iter(self.under_way))):
             self._need(wait)
 
-    def _finish(self, live_ranges: Sequence[_Gathered]) -> None:
+    def _finish(self, live_ranges: Sequence[GatheredRange]) -> None:
         """Emits the remaining nodes; `live_ranges` are the gathered parameters that the graph returns."""
         for live_range in live_ranges:
             self._enter(live_range)
@@ -425,7 +336,7 @@ class _Walk:
         while self.under_way:
             self._wait_for_oldest()
             self._cascade()
-        for node in (*(node for node in self.index if node not in self.roles.last), *self.index):
+        for node in (*(node for node in self.tables.index if node not in self.roles.last), *self.tables.index):
             if node not in self.unit_of and node.op != "output":
                 self._need(node)
         output = next(node for node in reversed(self.graph.nodes) if node.op == "output")
@@ -437,43 +348,3 @@ class _Walk:
         for node in reversed(list(self.unit_of)):
             if node not in self.done:
                 self.graph.erase_node(node)
-
-
-def _roles(graph: Graph, analysis: Analysis, gathered: Mapping[Node, int], options: PassOptions) -> _Roles:
-    roots = storages(graph)
-    fixed = {node for node in graph.nodes if any(arg in gathered for arg in node.all_input_nodes)}
-    cheap = {node for node in graph.nodes if is_cheap(node) and node not in gathered and node not in fixed}
-    starts = {r.start: r.numel for r in analysis.reductions if r.start not in fixed}
-    waits = {wait: r.start for r in analysis.reductions for wait in r.waits}
-    # A model may have all-reduces of its own (SyncBatchNorm); their consumers keep their order.
-    computes: set[Node] = set()
-    for node in reversed(graph.nodes):
-        if node in computes or flops_of(node):
-            computes.update(node.all_input_nodes)
-    followed = {wait for wait, start in waits.items() if start.target is not ALL_REDUCE or wait not in computes}
-    own_order = sending_updates(graph)
-    lazy = {user for start in starts for user in start.users if user.target is operator.getitem}
-    eager: set[Node] = set()
-    last: set[Node] = set()
-    writes = {node for node in graph.nodes if is_write(node, roots)}
-    for node in graph.nodes:
-        args = node.all_input_nodes
-        follows = node in cheap and any(arg in eager or arg in followed for arg in args)
-        if node in writes and node not in fixed:
-            (eager if options.writes == "early" else last).add(node)
-        elif follows:
-            eager.add(node)
-        elif node in cheap and all(arg.op in ("placeholder", "get_attr") or arg in lazy for arg in args):
-            lazy.add(node)
-    # A comm hook's new state is written as early as its message is sent: both are computed from the full gradient.
-    prepares = [*starts, *(w for w in writes if any(is_coding(arg, "reduce") for arg in w.all_input_nodes))]
-    while prepares:
-        for arg in prepares.pop().all_input_nodes:
-            if arg in cheap and arg not in eager and arg not in lazy:
-                lazy.add(arg)
-                prepares.append(arg)
-    for role in (lazy, eager):
-        role -= own_order
-    starts = {start: numel for start, numel in starts.items() if start not in own_order}
-    waits = {wait: start for wait, start in waits.items() if start not in own_order}
-    return _Roles(lazy, eager, writes, last | own_order, starts, waits)

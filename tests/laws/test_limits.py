@@ -10,7 +10,6 @@ from test_rooms import MODULES, files, imports, name_of, tree_of
 FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
-    "fzero.graph.schedule._Walk": "one pass over a graph, whose tables are its attributes: the captured twin of Sequencer",
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
     "fzero.checkpoint.deepspeed.source.DeepSpeedFiles": "the attributes of a checkpoint, all read from DeepSpeed's files",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
