@@ -268,7 +268,13 @@ OTHERS_NEED = {
     ),
     *("fzero.comms.thread_dumps", "fzero.comms.watchdog", "fzero.config.elastic_sizes", "fzero.plans.report"),
     *(f"fzero.optim.{name}" for name in ("elementwise", "fragments", "lr_schedules", "matrix", "optimizers")),
-    *("fzero.config.files", "fzero.optim.rounding", "fzero.optim.torch_optim", "fzero.runtime.module_changes"),
+    *(
+        "fzero.config.files",
+        "fzero.optim.rounding",
+        "fzero.optim.torch_optim",
+        "fzero.runtime.meta_modules",
+        "fzero.runtime.module_changes",
+    ),
     *(
         f"fzero.storage.{name}"
         for name in ("direct_io", "file_store", "host_memory", "movers", "ownership", "state_files")

@@ -56,7 +56,7 @@ class RankPool:
         context: Any = server() if method == "forkserver" else multiprocessing.get_context("fork")
         self._store: Any = None
         self._group, self._size = 0, 0  # a new process group is made for each number
-        self._processes: list[Any] = []
+        self.processes: list[Any] = []
         self._pipes: list[Connection] = []
         for rank in range(MOST_RANKS):
             ours, theirs = context.Pipe()
@@ -65,7 +65,7 @@ class RankPool:
             process = context.Process(target=_serve, args=(theirs, rank, sys.path, copied), daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
-            self._processes.append(process)
+            self.processes.append(process)
 
     def _port(self) -> int:
         """The port of the store where ranks meet, whose thread starts with the first call."""
@@ -80,7 +80,8 @@ class RankPool:
             self._group, self._size = self._group + 1, world_size
         pipes, request = self._pipes[:world_size], (self._port(), world_size, self._group, function, args, kwargs)
         for pipe in pipes:
-            pipe.send_bytes(pickle.dumps(request))
+            with suppress(OSError):  # of a rank that has ended since the last call; `wait` finds it below
+                pipe.send_bytes(pickle.dumps(request))
         # One rank's error makes the others fail as well, so all of them answer.
         answers: dict[Connection, tuple[Any, Exception | None, str]] = {}
         while len(answers) < world_size:
@@ -100,7 +101,7 @@ class RankPool:
     def _start_anew(self, why: str) -> NoReturn:
         """New processes, so that tests which come later do not fail for what happened in this one."""
         time.sleep(0.1)  # a process is gone a little after its pipe
-        codes = [process.exitcode for process in self._processes]
+        codes = [process.exitcode for process in self.processes]
         self.close(seconds=0.0)
         self._start("forkserver")
         raise RankError([None] * MOST_RANKS, [f"{why}; exit codes {codes}"])
@@ -109,7 +110,7 @@ class RankPool:
         for pipe in self._pipes:
             with suppress(OSError):  # of a rank that has ended
                 pipe.send_bytes(pickle.dumps(None))
-        for process in self._processes:
+        for process in self.processes:
             process.join(seconds)
             process.kill()
 

@@ -25,7 +25,7 @@ def end_or_hang(ends: bool) -> None:
     dist.barrier()
 
 
-def test_after_a_rank_that_ends_or_hangs_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_rank_that_ends_is_killed_or_hangs_there_are_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pools, "MOST_RANKS", 2)
     pool = RankPool()
     try:
@@ -33,9 +33,16 @@ def test_after_a_rank_that_ends_or_hangs_there_are_new_ones(monkeypatch: pytest.
         with pytest.raises(RankError, match=r"end_or_hang: ended: ranks .* exit codes .*3"):
             pool(2, end_or_hang, True)
         assert pool(2, rank_of) == [1, 1]
+        pool.processes[1].kill()  # between two tests
+        pool.processes[1].join()
+        with pytest.raises(RankError, match="rank_of: ended: ranks"):
+            pool(2, rank_of)
+        assert pool(2, rank_of) == [1, 1]
         monkeypatch.setattr(pools, "TIMEOUT", timedelta(seconds=1))
         monkeypatch.setattr(pools, "GRACE", timedelta(0))
         with pytest.raises(RankError, match="end_or_hang: hang: ranks"):
             pool(2, end_or_hang, False)
+        monkeypatch.undo()
+        assert pool(2, rank_of) == [1, 1]
     finally:
         pool.close()
