@@ -270,7 +270,7 @@ def numbered(state: Any, number: int) -> Any:
 @pytest.mark.parametrize(
     "name", ["fzero.json", "contents.json", ".metadata", "client.pt", "__0_0.distcp", "__1_0.distcp"]
 )
-def test_a_flipped_bit_is_found_anywhere_and_told_with_file_and_tensor(name: str, folder: Path) -> None:
+def test_a_flipped_bit_is_found_anywhere_and_reported_with_file_and_tensor(name: str, folder: Path) -> None:
     step, state = small()
     path = fzero.save(state, folder, step=step, client={"x": torch.arange(9)})
     content = (path / name).read_bytes()
@@ -319,7 +319,7 @@ def limited(nbytes: int) -> Any:
     return context()
 
 
-def test_too_little_space_is_told_before_anything_is_written(folder: Path) -> None:
+def test_too_little_space_is_reported_before_anything_is_written(folder: Path) -> None:
     step, state = small()
     fzero.save(state, folder, step=step)
     with limited(10_000), pytest.raises(fzero.CheckpointError, match=r"RLIMIT_FSIZE is 10,000; nothing was written"):
@@ -333,7 +333,7 @@ def test_too_little_space_is_told_before_anything_is_written(folder: Path) -> No
     assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
 
 
-def test_a_disk_that_is_full_meanwhile_is_told_on_all_ranks_and_nothing_is_left(folder: Path) -> None:
+def test_a_disk_that_is_full_meanwhile_is_reported_on_all_ranks_and_nothing_is_left(folder: Path) -> None:
     step, state = small()
     fzero.save(state, folder, step=step)
     nothing = patch.object(files, "check_space", lambda *_: None)
@@ -357,7 +357,7 @@ def test_a_checkpoint_may_be_published_as_soon_as_the_last_part_is_seen(tmp_path
 
 
 @pytest.mark.parametrize("wrong", ["names", "shapes", "optimizer", "dtype"])
-def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) -> None:
+def test_another_model_or_optimizer_is_reported_by_name(wrong: str, folder: Path) -> None:
     def ranks(model: nn.Module, cfg: Any) -> fzero.simulation.LockstepRanks:
         return fzero.simulate(fzero.make_train_step(model, cfg), 2, by="lockstep")
 
@@ -381,7 +381,7 @@ def test_another_model_or_optimizer_is_told_by_name(wrong: str, folder: Path) ->
         fzero.load(folder, step=ranks(model, cfg))
 
 
-def test_what_is_no_whole_checkpoint_is_told(folder: Path) -> None:
+def test_what_is_no_whole_checkpoint_is_reported(folder: Path) -> None:
     step, state = small()
     with pytest.raises(fzero.checkpoint.NoCheckpointError, match=r"must be a folder, and there is none"):
         fzero.load(folder, step=step)
@@ -465,7 +465,7 @@ def fail_while_training(folder: str) -> list[str]:
     return found
 
 
-def test_what_goes_wrong_meanwhile_is_told_by_wait_on_all_ranks(ranks: RankPool, folder: Path) -> None:
+def test_what_goes_wrong_meanwhile_is_reported_by_wait_on_all_ranks(ranks: RankPool, folder: Path) -> None:
     for reported in ranks(2, fail_while_training, str(folder)):
         assert len(reported) == 2 and all("got no; make space" in line and "(on rank 0)" in line for line in reported)
     assert [path.name for path in folder.iterdir()] == [files.JOB]
@@ -519,7 +519,7 @@ def test_weights_that_are_loaded_are_the_state_that_init_makes_of_them(setting: 
     assert_same([loaded], [step.init(weights)])
 
 
-def test_weights_of_another_model_are_told_by_name(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_reported_by_name(tmp_path: Path) -> None:
     step, _ = small()
     weights = make(Moody).state_dict()
     for change, message in (

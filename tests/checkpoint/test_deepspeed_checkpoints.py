@@ -474,7 +474,7 @@ def forget(reported: Any) -> None:
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_checkpoint_that_cannot_be_read_is_told_with_file_and_fix(
+def test_a_checkpoint_that_cannot_be_read_is_reported_with_file_and_fix(
     deepspeed: DeepSpeed, fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = Job(2, "fp32", 2)
@@ -551,7 +551,7 @@ def test_what_was_frozen_there_begins_anew_and_what_is_frozen_here_keeps_its_val
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_optimizer_is_told_by_its_name(deepspeed: DeepSpeed, other: str) -> None:
+def test_another_model_or_optimizer_is_reported_by_its_name(deepspeed: DeepSpeed, other: str) -> None:
     job = Job(2, "fp32", 2)
     deepspeed.written(job)
     make_model, changes, message = OTHERS[other]
@@ -561,7 +561,7 @@ def test_another_model_or_optimizer_is_told_by_its_name(deepspeed: DeepSpeed, ot
 
 
 @pytest.mark.parametrize("fault", ["a rank's file is cut", "a shorter shard"])
-def test_what_is_wrong_with_one_ranks_part_is_told_on_all(
+def test_what_is_wrong_with_one_ranks_part_is_reported_on_all(
     deepspeed: DeepSpeed, ranks: RankPool, fault: str, tmp_path: Path
 ) -> None:
     job = Job(2, "fp32", 2)

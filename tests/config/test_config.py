@@ -154,7 +154,7 @@ def _moved_by_decay_alone(name: str, **params: Any) -> float:
     return param.item()
 
 
-def test_adam_decouples_the_weight_decay_unless_told_otherwise_as_in_deepspeed() -> None:
+def test_adam_decouples_the_weight_decay_unless_reported_otherwise_as_in_deepspeed() -> None:
     assert _moved_by_decay_alone("AdamW") == 0.75
     assert _moved_by_decay_alone("Adam") == 0.75
     assert _moved_by_decay_alone("Adam", adam_w_mode=True) == 0.75
@@ -348,7 +348,7 @@ SWITCHED_OFF = {
 }
 
 
-def test_keys_that_change_nothing_are_accepted_and_told_with_the_reason() -> None:
+def test_keys_that_change_nothing_are_accepted_and_reported_with_the_reason() -> None:
     cfg = Config.load(SWITCHED_OFF)
     assert cfg.model_dump() == Config.load(optimizer("AdamW", weight_decay=0.5) | zero(stage=3)).model_dump()
     kinds = {note.key: note.kind for note in cfg.notes}
@@ -392,7 +392,7 @@ def test_ranks_that_share_the_state_are_a_number_or_all() -> None:
     assert not cfg.conflicts and [note.kind for note in cfg.notes] == ["accepted"]
 
 
-def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> None:
+def test_quantized_collectives_are_read_and_reported_where_they_are_of_no_use() -> None:
     asked = zero(
         stage=3, zero_quantized_weights=True, zero_quantized_gradients=True, zeropp_loco_param={"err_beta": 0.5}
     )
@@ -416,7 +416,7 @@ def test_quantized_collectives_are_read_and_told_where_they_are_of_no_use() -> N
     }
 
 
-def test_offload_is_read_and_its_keys_are_told_where_they_are_of_no_use() -> None:
+def test_offload_is_read_and_its_keys_are_reported_where_they_are_of_no_use() -> None:
     nvme = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 4, "fast_init": True}
     cfg = Config.load(zero(stage=2, offload_optimizer=nvme, sub_group_size=1e9) | {"aio": {"queue_depth": 16}})
     assert cfg.zero_optimization.offload_optimizer.nvme_path == "/nvme" and not cfg.conflicts
@@ -601,7 +601,7 @@ def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -
         assert nearest and nearest[1] in {*children(block), *(n.rpartition(".")[2] for n in HONOURED)}, message
 
 
-def test_a_key_that_stands_in_the_wrong_place_is_told_its_place() -> None:
+def test_a_key_that_stands_in_the_wrong_place_is_reported_its_place() -> None:
     says = "unknown key; did you mean"
     assert refusal({"overlap_comm": True}) == f"overlap_comm: {says} 'zero_optimization.overlap_comm'?"
     assert refusal(zero(wandb={})) == f"zero_optimization.wandb: {says} 'wandb'?"
@@ -649,7 +649,7 @@ def test_an_accepted_key_may_have_every_value_of_its_type(source: Any) -> None:
         (optimizer("SGD", SGD=1), "optimizer.params.SGD: unknown key; known here: lr"),
     ],
 )
-def test_an_unknown_key_is_told_with_the_nearest_name_or_all_names(source: Any, message: str) -> None:
+def test_an_unknown_key_is_reported_with_the_nearest_name_or_all_names(source: Any, message: str) -> None:
     assert refusal(source).startswith(message)
 
 
@@ -657,7 +657,7 @@ def test_an_unknown_key_is_told_with_the_nearest_name_or_all_names(source: Any, 
     ("name", "nearest"),
     [("Adamm", "Adam"), ("AdanW", "AdamW"), ("sg", "SGD"), ("FusedAdam", "Adam"), ("radm", "RAdam")],
 )
-def test_an_unknown_optimizer_is_told_with_the_nearest_one(name: str, nearest: str) -> None:
+def test_an_unknown_optimizer_is_reported_with_the_nearest_one(name: str, nearest: str) -> None:
     known = "(known: Adam, AdamW, SGD, Adagrad, Lion, Lamb, Adafactor, Muon and elementwise classes of torch.optim)"
     assert refusal(optimizer(name)) == f"optimizer: no optimizer is named {name!r}; did you mean {nearest!r}? {known}"
 
@@ -712,7 +712,7 @@ def test_a_bad_value_is_refused_by_the_name_of_its_field(source: Any, field: str
     assert refusal(source).startswith(f"{field}: ")
 
 
-def test_nesterov_without_momentum_is_told_with_its_values() -> None:
+def test_nesterov_without_momentum_is_reported_with_its_values() -> None:
     assert "nesterov needs momentum > 0 and dampening = 0, got 0.9 and 0.5; change these" in refusal(
         optimizer("SGD", momentum=0.9, dampening=0.5, nesterov=True)
     )
@@ -726,14 +726,14 @@ def test_every_wrong_field_gets_a_line() -> None:
     }  # fmt: skip
 
 
-def test_what_two_keys_do_wrong_together_is_told_by_the_name_of_one() -> None:
+def test_what_two_keys_do_wrong_together_is_reported_by_the_name_of_one() -> None:
     assert refusal({"fp16": {"enabled": True}, "bf16": {"enabled": True}}).startswith(
         "fp16.enabled: excludes bf16.enabled"
     )
     assert refusal({"gradient_allreduce_op": "sum"} | zero(stage=3)).startswith("gradient_allreduce_op: must be 'mean'")
 
 
-def test_a_misspelt_key_in_a_block_that_is_refused_is_told_beside_the_refusal() -> None:
+def test_a_misspelt_key_in_a_block_that_is_refused_is_reported_beside_the_refusal() -> None:
     lines = refusal(zero(zenflow={"topk_ratio": 0.1, "update_intervall": 4})).splitlines()
     assert [line.partition(":")[0].removeprefix("zero_optimization.") for line in lines] == [
         "zenflow.update_intervall", "zenflow",
@@ -1084,7 +1084,7 @@ def test_every_key_that_stands_twice_gets_a_line(tmp_path: Path) -> None:
          {"scheduler": {"params": {"warmup_max_lr": 1.0}}}),
     ],
 )  # fmt: skip
-def test_a_key_that_is_useless_beside_another_is_told_and_no_error(
+def test_a_key_that_is_useless_beside_another_is_reported_and_no_error(
     source: dict[str, Any], key: str, reason: str, mended: dict[str, Any]
 ) -> None:
     found = Config.load(source).conflicts

@@ -121,7 +121,7 @@ def test_a_wrong_block_is_refused_with_its_key(block, beside, reported):
     assert reported in str(error.value)
 
 
-def test_batch_sizes_beside_the_block_are_ignored_where_it_says_so_and_told():
+def test_batch_sizes_beside_the_block_are_ignored_where_it_says_so_and_reported():
     cfg = Config.load({"elasticity": ELASTIC | {"ignore_non_elastic_batch_info": True}, "train_batch_size": 8})
     assert cfg.batch_sizes(3).train == 48
     assert [(note.key, note.reason) for note in cfg.conflicts] == [

@@ -30,13 +30,17 @@ METRICS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.long)])
-def test_every_sample_is_measured_once_and_progress_is_told(workers: int) -> None:
-    told: list[tuple[int, int]] = []
+def test_every_sample_is_measured_once_and_progress_is_reported(workers: int) -> None:
+    reported: list[tuple[int, int]] = []
     functions = {"mod": lambda batch: batch, "odd": lambda batch: batch % 2}
-    how: dict[str, Any] = {"batch_size": 8, "workers": workers, "progress": lambda done, of: told.append((done, of))}
+    how: dict[str, Any] = {
+        "batch_size": 8,
+        "workers": workers,
+        "progress": lambda done, of: reported.append((done, of)),
+    }
     found = analyze(VALUES, functions, **how)  # type: ignore[arg-type]
     assert found["mod"].of_each_sample().tolist() == VALUES and found["odd"].up_to(0) == sum(v % 2 == 0 for v in VALUES)
-    assert told == [(min(50, 8 * (i + 1)), 50) for i in range(7)]
+    assert reported == [(min(50, 8 * (i + 1)), 50) for i in range(7)]
 
 
 def test_a_metric_that_counts_something_else_is_named() -> None:

@@ -94,7 +94,7 @@ def test_wrong_schedules_are_errors_of_the_configuration(keys: dict[str, Any], m
         Config.load(block(**keys))
 
 
-def test_enabled_is_required_and_a_first_difficulty_below_the_smallest_is_told() -> None:
+def test_enabled_is_required_and_a_first_difficulty_below_the_smallest_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"curriculum_learning: enabled: is required"):
         Config.load({"curriculum_learning": {"min_difficulty": 8}})
     cfg = Config.load(block(min_difficulty=10))

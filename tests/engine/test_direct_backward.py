@@ -220,7 +220,7 @@ def test_gradients_by_inputs_alone_collect_nothing() -> None:
         engine.step()
 
 
-def test_what_the_engine_cannot_scale_is_told() -> None:
+def test_what_the_engine_cannot_scale_is_reported() -> None:
     engine = made(2)
     with pytest.raises(RuntimeError, match=r"engine.scale: must follow a forward"):
         engine.scale(torch.ones((), requires_grad=True))

@@ -247,7 +247,7 @@ def test_an_overflow_skips_update_and_schedule_and_counts_as_a_step(ranks: RankP
 # --- errors ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_done_is_told_with_what_to_do_instead() -> None:
+def test_what_cannot_be_done_is_reported_with_what_to_do_instead() -> None:
     engine = made(2)
     x, y = data(0)
     with pytest.raises(RuntimeError, match="must follow a forward"):
@@ -358,7 +358,7 @@ def test_another_number_of_accumulation_steps_begins_a_whole_accumulation(ranks:
         assert_close(weights, expected)
 
 
-def test_the_middle_of_an_accumulation_is_told_where_it_would_be_lost(tmp_path: Path) -> None:
+def test_the_middle_of_an_accumulation_is_reported_where_it_would_be_lost(tmp_path: Path) -> None:
     engine = made(1, gradient_accumulation_steps=3, train_micro_batch_size_per_gpu=SAMPLES)
     x, y = data(0)
     engine.backward(criterion(engine(x), y))

@@ -411,7 +411,7 @@ def test_an_empty_path_is_no_folder(folder: Any, tmp_path: Path, monkeypatch: py
     assert not list(tmp_path.iterdir())
 
 
-def test_leaf_modules_that_are_not_there_are_told() -> None:
+def test_leaf_modules_that_are_not_there_are_reported() -> None:
     module, find = make(Net), deepspeed.utils.set_z3_leaf_modules
     names = ["Linear"], ["torch.nn.modules.linear.Linear"], [nn.Linear]
     assert len({tuple(find(module, given)) for given in names}) == 1 and find(module, [nn.Linear])

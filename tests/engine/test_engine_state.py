@@ -159,7 +159,7 @@ def test_weights_are_written_in_16_bits(ranks: RankPool, tmp_path: Path, stage: 
 
 
 def _looks(stage: int) -> dict[str, Any]:
-    """What an engine tells of one parameter, before and after changes."""
+    """What an engine reports of one parameter, before and after changes."""
     engine = made(stage, train_micro_batch_size_per_gpu=6, gradient_accumulation_steps=1)
     get, reported = deepspeed.utils, {}
     param = engine.module.blocks[1].up.weight
@@ -456,7 +456,7 @@ def test_weights_that_are_loaded_are_those_of_the_masters_in_every_stage(stage: 
         assert bias.tolist() == [7.0, 7.0, 7.0]
 
 
-def test_an_engine_tells_its_settings_by_the_names_of_deepspeed() -> None:
+def test_an_engine_reports_its_settings_by_the_names_of_deepspeed() -> None:
     engine = made(2, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=3, bf16={"enabled": True})
     assert engine.get_batch_info() == (12, 4, 3)
     assert engine.get_data_types() == (torch.bfloat16, torch.bfloat16) and engine.get_type() == ["adamw"]

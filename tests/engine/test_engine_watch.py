@@ -1,4 +1,4 @@
-"""The laws of what an engine tells of its steps: a profile, times, memory, what it sent, and ranges in a trace."""
+"""The laws of what an engine reports of its steps: a profile, times, memory, what it sent, and ranges in a trace."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_forwards_that_run_again_are_counted_apart() -> None:
     assert "ran again" in str(again) and "ran again" not in str(plain)
 
 
-def test_modules_that_read_the_same_input_are_told_apart_in_the_backward() -> None:
+def test_modules_that_read_the_same_input_are_reported_apart_in_the_backward() -> None:
     class Heads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_a_compiled_block_is_counted_as_a_whole() -> None:
     assert found is not None and found.model.forward_flops == alone().model.forward_flops
 
 
-def test_a_step_that_fails_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_step_that_fails_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     engine = made(1, flops_profiler={"enabled": True, "profile_step": 0}, wall_clock_breakdown=True)
     x, y = data(0)
     engine.backward(criterion(engine(x * float("nan")), y))
@@ -170,7 +170,7 @@ def test_the_report_goes_where_the_block_says(tmp_path: Path, capsys: pytest.Cap
     assert "profile of Net" in capsys.readouterr().out
 
 
-def test_what_the_blocks_cannot_mean_is_told() -> None:
+def test_what_the_blocks_cannot_mean_is_reported() -> None:
     with pytest.warns(ConfigWarning, match=r"^flops_profiler\.recompute_fwd_factor: must be 0, got 1"):
         made(0, flops_profiler={"enabled": True, "recompute_fwd_factor": 1.0})
     with pytest.raises(ConfigError, match=r"^comms_logger\.prof_ops: .*'all_gater' is none"):
@@ -220,7 +220,7 @@ def _watched(stage: int) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_on_two_ranks_waits_and_what_was_sent_are_told_by_what_they_are_for(stage: int, ranks: RankPool) -> None:
+def test_on_two_ranks_waits_and_what_was_sent_are_reported_by_what_they_are_for(stage: int, ranks: RankPool) -> None:
     (parts, counts, waited, all_waited), (no_parts, others, no_profile, _) = ranks(2, _watched, stage)
     assert len(parts) == 3 and no_parts == [] and no_profile == {}, "rank 0 tells"
     for found in parts:
@@ -248,7 +248,7 @@ def _logged(stage: int) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_the_log_of_an_engine_tells_what_a_traced_step_sends(stage: int, ranks: RankPool) -> None:
+def test_the_log_of_an_engine_reports_what_a_traced_step_sends(stage: int, ranks: RankPool) -> None:
     counts, rows = ranks(2, _logged, stage)[0]
     rows.append(("stack", "data", 5 * 8))  # on the CPU an engine also says that it updates
     assert counts == {row: 2 * rows.count(row) for row in rows}, "two steps"

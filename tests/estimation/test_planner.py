@@ -1,4 +1,4 @@
-"""The laws of the planner: what it tells is what formulas, layouts and running steps have."""
+"""The laws of the planner: what it reports is what formulas, layouts and running steps have."""
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def test_pinned_tensors_are_planned_as_large_as_pytorch_makes_them(pinned: bool,
     assert dry_run(plan, device="cpu").host_gaps == 0
 
 
-# --- a step on paper ---------------------------------------------------------------------------------------------
+# --- a dry run ------------------------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -317,7 +317,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("every", [None, 1, 2])
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("kind", [Uneven, Tied])
-def test_the_order_on_paper_is_the_order_that_a_running_step_learns(
+def test_the_order_in_a_dry_run_is_the_order_that_a_running_step_learns(
     kind: type[nn.Module], stage: int, every: int | None
 ) -> None:
     cfg = config(stage) | {"activation_checkpointing": {"every": every} if every else {}}
@@ -356,7 +356,7 @@ def test_a_dry_run_executes_the_events_of_a_running_step(
 
 @pytest.mark.parametrize("cfg", [{}, {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 1}, FP16])
 @pytest.mark.parametrize("stage", range(4))
-def test_what_is_sent_on_paper_is_what_the_plan_says(stage: int, cfg: dict[str, Any]) -> None:
+def test_what_is_sent_in_a_dry_run_is_what_the_plan_says(stage: int, cfg: dict[str, Any]) -> None:
     zero = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 50}}
     plan = fzero.plan(make(Uneven), cfg | zero, world_size=4)
     sent = sum(sum(of_axis.values()) for of_axis in plan.sent_nbytes_by_axis.values())
@@ -747,7 +747,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("word", WRONG)
-def test_a_word_that_is_no_model_is_told(word: str) -> None:
+def test_a_word_that_is_no_model_is_reported(word: str) -> None:
     with pytest.raises(ModelError, match=WRONG[word]):
         named(word)
 
@@ -792,14 +792,14 @@ def test_more_memory_is_never_slower_and_what_fits_holds(billion: nn.Module, tmp
 
 
 def test_what_fits_has_the_planned_micro_batch_and_says_for_which_machine_its_seconds_are(tmp_path: Path) -> None:
-    model, told = named("300K").model, list[tuple[int, int]]()
+    model, reported = named("300K").model, list[tuple[int, int]]()
     keys = {"train_batch_size": 64, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
     batch, how = sample_of(model, 3, 16), {"world_size": 2, "device_nbytes": GIGA}
-    found = fzero.estimation.fit(model, keys, batch=batch, progress=lambda *numbers: told.append(numbers), **how)
+    found = fzero.estimation.fit(model, keys, batch=batch, progress=lambda *numbers: reported.append(numbers), **how)
     found.save(tmp_path / "fits.json")
     sizes = fzero.Config.load(tmp_path / "fits.json").batch_sizes(2)
     assert (sizes.micro, sizes.num_micro_steps) == (3, 2)
-    assert told == [(done, told[0][1]) for done in range(len(told))] and told[-1][0] == told[-1][1]
+    assert reported == [(done, reported[0][1]) for done in range(len(reported))] and reported[-1][0] == reported[-1][1]
     assert f"(assumed, pass --rates of `fzero env --json`): {MachineModel()}." in str(found)
     without = fzero.estimation.fit(model, keys, machine=MachineModel(flops=1e12), **how)
     assert "(as given): 1 Tflop/s, memory" in str(without) and without.config["train_batch_size"] == 64

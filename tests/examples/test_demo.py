@@ -90,7 +90,7 @@ def test_the_demo_learns_in_16_bits_and_keeps_what_the_paper_says(tmp_path, exam
 
 
 @pytest.mark.nightly
-def test_the_demo_sends_less_through_wires_and_shows_that_it_learns_as_well(tmp_path):
+def test_the_demo_sends_less_through_comm_hooks_and_shows_that_it_learns_as_well(tmp_path):
     command = [*COMMAND, tmp_path, "--steps", "40", "--comm-hooks", "zero++"]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

@@ -50,7 +50,7 @@ def test_contenders_and_the_largest_model_run_on_the_processor(tmp_path: Path) -
     assert "| FSDP2, compiled |" in (tmp_path / "report.md").read_text()
 
 
-def test_a_part_that_fails_ends_no_other_and_is_told(tmp_path: Path) -> None:
+def test_a_part_that_fails_ends_no_other_and_is_reported(tmp_path: Path) -> None:
     done, parts = run(tmp_path, "--tiny", "--parts", "DeepSpeed 3;checkpoint")
     assert done.returncode == 1
     assert parts["DeepSpeed 3"]["error"] == "no part has this name" and parts["checkpoint"]["passed"]

@@ -60,7 +60,7 @@ def test_a_module_generates_a_plain_models_tokens_and_training_does_not_notice(
         assert all(torch.equal(weights[name], without[name]) for name in without)
 
 
-def test_eval_tells_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:
+def test_eval_reports_where_the_time_went(capsys: pytest.CaptureFixture[str]) -> None:
     engine = _engine(1)
     engine.eval()
     assert "end to end" not in capsys.readouterr().out  # nothing was generated yet

@@ -256,7 +256,7 @@ def _with_nan(options: dict[str, Any]) -> tuple[str, int, list[float]]:
 
 
 @pytest.mark.long
-def test_a_loss_that_is_not_finite_is_told_as_in_the_eager_step_and_updates_nothing(ranks: RankPool) -> None:
+def test_a_loss_that_is_not_finite_is_reported_as_in_the_eager_step_and_updates_nothing(ranks: RankPool) -> None:
     assert ranks(2, _with_nan, {}) == ranks(2, _with_nan, AOT)
 
 
@@ -473,7 +473,7 @@ class Branching(Plain):
         return super().forward(x, y)
 
 
-def test_what_cannot_be_captured_is_told_by_file_and_line_and_offers_blocks() -> None:
+def test_what_cannot_be_captured_is_reported_by_file_and_line_and_offers_blocks() -> None:
     step = fzero.make_train_step(Branching(), config(0), **AOT)
     with pytest.raises(fzero.CompileError) as raised:
         step(step.init(), vectors(0))
@@ -482,7 +482,7 @@ def test_what_cannot_be_captured_is_told_by_file_and_line_and_offers_blocks() ->
     assert len(message) < 1000
 
 
-def test_a_loss_that_is_no_scalar_is_told_as_in_the_eager_step() -> None:
+def test_a_loss_that_is_no_scalar_is_reported_as_in_the_eager_step() -> None:
     step = fzero.make_train_step(Plain(), config(0), loss_fn=lambda model, batch: batch[0], **AOT)
     with pytest.raises(ValueError, match="must be a scalar tensor"):
         step(step.init(), vectors(0))
@@ -853,7 +853,7 @@ def test_a_graph_sends_what_the_plan_says_and_gathers_two_units_at_most(
         assert found["gathered"] == 2 * largest, "the next unit is gathered early, and no more"
 
 
-# --- on paper ----------------------------------------------------------------------------------------------------
+# --- dry runs ----------------------------------------------------------------------------------------------------
 
 
 def _explained_and_run(stage: int, keys: dict[str, Any]) -> tuple[list[Any], list[Any]]:
@@ -943,7 +943,7 @@ def test_a_step_may_be_explained_for_many_batches_on_any_device() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("stage", [3, 2, 1, 0])
-def test_a_step_on_paper_holds_and_sends_what_the_plan_says(stage: int) -> None:
+def test_a_step_in_a_dry_run_holds_and_sends_what_the_plan_says(stage: int) -> None:
     num_ranks, text_ = 64, text(0)
     with torch.device("meta"):
         model = MODELS["llama"]()
@@ -974,7 +974,7 @@ def test_a_step_with_weighted_losses_is_explained_with_its_micro_steps() -> None
     assert timeline.sent == 4 * sum(step.plan.sent_per_step.values()) + (3 * 4 + 1) * 8 * 3
 
 
-def test_what_cannot_be_explained_or_run_is_told() -> None:
+def test_what_cannot_be_explained_or_run_is_reported() -> None:
     step = fzero.make_train_step(make(Plain), config(0), **AOT)
     with pytest.raises(ValueError, match=r"explain: needs a batch .* call the step once"):
         step.explain()

@@ -380,7 +380,7 @@ def branching_loss(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _told(make_model: Callable[[], nn.Module], recwarn: Any, capfd: Any, **options: Any) -> str:
-    """What a compiled step tells; it is short, and nothing else is reported."""
+    """What a compiled step reports; it is short, and nothing else is reported."""
     step = fzero.make_train_step(make(make_model), config(0), **options, **AOT)
     state = step.init()
     recwarn.clear()
@@ -401,7 +401,7 @@ def _told(make_model: Callable[[], nn.Module], recwarn: Any, capfd: Any, **optio
         (Mismatched, "return x @ x"),
     ],
 )
-def test_an_obstacle_in_the_model_is_told_by_file_and_line(
+def test_an_obstacle_in_the_model_is_reported_by_file_and_line(
     model: type[nn.Module], line: str, recwarn: Any, capfd: Any
 ) -> None:
     message = _told(model, recwarn, capfd)
@@ -412,7 +412,7 @@ def test_random_numbers_that_a_graph_would_hold_are_refused(recwarn: Any, capfd:
     assert re.match(r"Random\n.* draws numbers from Python's random", _told(Random, recwarn, capfd))
 
 
-def test_an_obstacle_in_the_loss_is_told_by_file_and_line(recwarn: Any, capfd: Any) -> None:
+def test_an_obstacle_in_the_loss_is_reported_by_file_and_line(recwarn: Any, capfd: Any) -> None:
     message = _told(Fits, recwarn, capfd, loss_fn=branching_loss)
     assert message.startswith(__file__) and "return loss * 0 if loss > 1e6 else loss" in message
 
@@ -428,7 +428,7 @@ class Checked(torch.nn.Linear):
 """
 
 
-def test_an_obstacle_in_a_package_is_told_with_the_line_of_the_model_that_calls_it(
+def test_an_obstacle_in_a_package_is_reported_with_the_line_of_the_model_that_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: Any, capfd: Any
 ) -> None:
     (tmp_path / "site-packages").mkdir()
@@ -522,7 +522,7 @@ class Counts(Fits):
 
 
 @pytest.mark.long
-def test_what_changes_in_every_step_is_told_in_the_end(capfd: Any) -> None:
+def test_what_changes_in_every_step_is_reported_in_the_end(capfd: Any) -> None:
     with pytest.raises(fzero.CompileError) as raised:
         _num_captured(Counts, [vectors(index) for index in range(12)])
     message = str(raised.value)

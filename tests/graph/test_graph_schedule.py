@@ -644,7 +644,7 @@ def test_a_timeline_has_no_overlap_within_a_lane_and_waits_end_with_their_collec
     assert waits and all(end in ends for end in waits)
 
 
-def test_a_timeline_tells_what_each_collective_sends() -> None:
+def test_a_timeline_reports_what_each_collective_sends() -> None:
     """A gather and a reduce-scatter send (W-1)/W · P elements, an all-reduce twice that."""
     traced = trace_step((8,), world_size=3, tied=True)
     timeline = make_timeline(traced.graph)
@@ -673,7 +673,7 @@ def test_timelines_one_after_the_other_keep_their_spans_and_bytes() -> None:
     assert str(twice).count("gather flats_1") == 1, "the table adds up"
 
 
-def test_an_all_reduce_sends_twice_what_the_other_ranks_hold_where_the_graph_tells_how_many_there_are() -> None:
+def test_an_all_reduce_sends_twice_what_the_other_ranks_hold_where_the_graph_reports_how_many_there_are() -> None:
     timeline = make_timeline(trace_step((8,), world_size=3).graph)
     (nbytes,) = (span.nbytes for span in timeline.spans if span.label == "all_reduce")  # of the loss
     assert nbytes == 2 * 4 * 2 // 3

@@ -348,7 +348,7 @@ class Signed(Changing):
         return self.linear(x).square().mean() * math.copysign(2.0, zero)
 
 
-def test_floats_are_told_apart_by_their_bits() -> None:
+def test_floats_are_reported_apart_by_their_bits() -> None:
     step = fzero.make_train_step(make(Signed), config(0), **AOT)
     state, x = step.init(), vectors(0)[0]
     losses = [step.evaluate(state, (x, zero)) for zero in (0.0, -0.0, float("nan"), float("nan"))]

@@ -362,7 +362,7 @@ def test_what_would_be_ignored_is_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_ranks_without_a_gpu_are_told_what_joins_them(ranks: RankPool, tmp_path: Path) -> None:
+def test_ranks_without_a_gpu_are_reported_what_joins_them(ranks: RankPool, tmp_path: Path) -> None:
     for says in ranks(2, _refusal, zero(1), str(tmp_path), {"use_cpu": False}):
         assert says.startswith("args.use_cpu: must be True where there is no GPU") and "the 2 ranks" in says
 

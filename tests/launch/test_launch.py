@@ -82,7 +82,7 @@ def test_what_is_included_and_what_is_excluded_are_all_and_nothing_twice(case):
 
 
 @given(filtered())
-def test_an_agent_is_told_the_hosts_that_were_chosen(case):
+def test_an_agent_is_reported_the_hosts_that_were_chosen(case):
     hosts, named = case
     chosen = choose(hosts, include=written(named))
     assert decode(encode(chosen)) == chosen
@@ -99,7 +99,7 @@ def test_an_agent_is_told_the_hosts_that_were_chosen(case):
         ("# nothing", "file: names no host"),
     ],
 )
-def test_a_wrong_hostfile_is_told_with_its_line(text, reported):
+def test_a_wrong_hostfile_is_reported_with_its_line(text, reported):
     with pytest.raises(ValueError) as error:
         parse_hostfile(text, source="file")
     assert reported in str(error.value)
@@ -118,7 +118,7 @@ def test_a_wrong_hostfile_is_told_with_its_line(text, reported):
         ({"slots_per_host": 0}, "--num_gpus 0: must be at least 1"),
     ],
 )
-def test_a_wrong_filter_is_told_with_what_is_there(how, reported):
+def test_a_wrong_filter_is_reported_with_what_is_there(how, reported):
     with pytest.raises(ValueError) as error:
         choose(parse_hostfile("a slots=2\nb slots=2"), **how)
     assert reported in str(error.value)
@@ -127,7 +127,7 @@ def test_a_wrong_filter_is_told_with_what_is_there(how, reported):
 # --- environments ------------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_line_of_an_environment_file_is_told():
+def test_a_wrong_line_of_an_environment_file_is_reported():
     with pytest.raises(ValueError, match="file, line 2: '1A=b' is not 'NAME=VALUE'"):
         parse_env_file("A=b\n1A=b", source="file")
 
@@ -179,7 +179,7 @@ def test_a_rank_finds_its_place_whoever_started_it(environment, expected):
     ) == expected
 
 
-def test_ranks_of_several_hosts_must_be_told_where_the_first_is():
+def test_ranks_of_several_hosts_must_be_reported_where_the_first_is():
     with pytest.raises(ValueError, match="MASTER_ADDR is not set"):
         launched({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
 
@@ -252,7 +252,7 @@ def test_a_dry_run_prints_the_commands_of_the_hosts_that_are_left(tmp_path, caps
     assert " -w a " in (forced := capsys.readouterr().out) and "--master_addr=m" in forced
 
 
-def test_how_long_a_collective_waits_is_told_to_the_ranks_of_all_hosts(tmp_path, capsys):
+def test_how_long_a_collective_waits_is_reported_to_the_ranks_of_all_hosts(tmp_path, capsys):
     (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
     flags = ["--hostfile", str(tmp_path / "hosts"), "--timeout", "90", "--nnodes", "1:2", "--wait_for_hosts", "5"]
     assert main([*flags, "--dry_run", "train.py"]) == 0
@@ -294,7 +294,7 @@ def test_a_timeout_of_the_environment_that_is_none_is_refused_before_anything_is
     )
 
 
-def test_every_exit_code_can_be_told():
+def test_every_exit_code_can_be_reported():
     for code in range(1, 256):  # of which some above 128 are no signal's
         reported = str(Failure(0, "here", code, 0.0, False, ()))
         assert f"code {code}," in reported or signal.Signals(code - 128).name in reported
@@ -313,7 +313,7 @@ def test_an_agent_that_is_started_by_hand_is_on_no_leash(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_a_port_that_is_taken_is_told(tmp_path):
+def test_a_port_that_is_taken_is_reported(tmp_path):
     (tmp_path / "script.py").touch()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -324,7 +324,7 @@ def test_a_port_that_is_taken_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--launcher", "slurm"], ["--launcher_args=-x"]])
-def test_a_launcher_that_one_host_does_not_need_is_told(flags, capsys):
+def test_a_launcher_that_one_host_does_not_need_is_reported(flags, capsys):
     assert main([*flags, "--num_procs", "2", "--dry_run", "train.py"]) == 0
     assert "--launcher and --launcher_args have no effect" in capsys.readouterr().err
 

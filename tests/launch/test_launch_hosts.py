@@ -128,7 +128,7 @@ def test_the_ranks_of_all_hosts_import_fzero_as_deepspeed(hosts, tmp_path, launc
 
 
 @pytest.mark.parametrize("launcher", WITH_AGENTS)
-def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_told_once(hosts, tmp_path, launcher):
+def test_a_rank_that_fails_ends_the_ranks_of_all_hosts_and_is_reported_once(hosts, tmp_path, launcher):
     job = hosts.start(tmp_path, "exits", launcher, "--no_ssh_check")
     output, errors = job.communicate(timeout=90)
     assert job.returncode == 7, errors
@@ -182,7 +182,7 @@ def test_a_signal_ends_the_ranks_of_all_hosts(hosts, tmp_path):
 
 
 @needs("ssh")
-def test_a_host_that_cannot_be_reached_is_told_before_anything_is_started(hosts, tmp_path):
+def test_a_host_that_cannot_be_reached_is_reported_before_anything_is_started(hosts, tmp_path):
     with socket.socket() as probe:
         probe.bind((HOSTS[0], 0))
         nobody = probe.getsockname()[1]

@@ -427,7 +427,7 @@ def test_so_it_does_in_lockstep(name: str, mode: str) -> None:
         _check_sent(sent, simulated.plan, mode)
 
 
-def test_a_plan_tells_what_crosses_each_axis() -> None:
+def test_a_plan_reports_what_crosses_each_axis() -> None:
     text = str(fzero.plan(make(Plain), config(3, zero_hpz_partition_size=4), world_size=8))
     assert "ZeRO stage 3 on 8 ranks, node 2 × data 4" in text
     assert "elements that a rank sends along node in a step" in text
@@ -536,7 +536,7 @@ def test_a_captured_step_has_the_bits_of_the_eager_one_and_sends_what_the_plan_s
 
 
 @pytest.mark.long
-def test_a_step_of_a_mesh_on_paper_tells_what_crosses_each_axis() -> None:
+def test_a_step_of_a_mesh_in_a_dry_run_reports_what_crosses_each_axis() -> None:
     """Of 64 ranks, of which none is there; every element is counted once, in fp32."""
     mesh = Mesh.of(node=8, data=8)
     of_axis = {}
@@ -627,7 +627,7 @@ def _make(zero: dict[str, Any], mesh: Mesh | None) -> None:
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("case", NOT_FITTING)
-def test_a_mesh_that_does_not_fit_is_told_on_every_rank(ranks: RankPool, case: str) -> None:
+def test_a_mesh_that_does_not_fit_is_reported_on_every_rank(ranks: RankPool, case: str) -> None:
     zero, mesh, message = NOT_FITTING[case]
     with pytest.raises(RankError) as caught:
         ranks(4, _make, zero, mesh)
@@ -640,13 +640,13 @@ def _make_on_a_mesh_of_its_own() -> None:
     fzero.make_train_step(make(Plain), config(2), mesh=mesh)
 
 
-def test_ranks_on_different_meshes_are_told(ranks: RankPool) -> None:
+def test_ranks_on_different_meshes_are_reported(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(4, _make_on_a_mesh_of_its_own)
     assert all(isinstance(error, fzero.runtime.MismatchError) for error in caught.value.errors)
 
 
-def test_wrong_meshes_are_told() -> None:
+def test_wrong_meshes_are_reported() -> None:
     with pytest.raises(ValueError, match="Mesh: an axis must be named 'data', got \\('node', 'rack'\\)"):
         Mesh.of(node=2, rack=2)
     with pytest.raises(ValueError, match="Mesh: axis names must differ, got 'data' twice"):

@@ -1393,7 +1393,7 @@ def test_a_state_dict_is_taken_as_far_as_it_goes_by_a_module_on_meta() -> None:
 
 
 @pytest.mark.parametrize(("call", "field"), [(lambda step: step.gather(step.init(), to="rank1"), "to")])
-def test_a_word_that_is_not_a_choice_is_told(call: Any, field: str) -> None:
+def test_a_word_that_is_not_a_choice_is_reported(call: Any, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}: must be"):
         call(fzero.make_train_step(nn.Linear(2, 2), config(1)))
     with pytest.raises(ValueError, match="schedule: must be"):

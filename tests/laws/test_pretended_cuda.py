@@ -281,26 +281,26 @@ def test_a_program_races_where_two_uses_have_no_path_between_them(program: list[
 # --- memory given back -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("told", ["nothing", "too early", "record_stream", "wait_stream", "synchronize"])
-def test_memory_given_back_while_another_stream_uses_it_is_found(told: str) -> None:
+@pytest.mark.parametrize("reported", ["nothing", "too early", "record_stream", "wait_stream", "synchronize"])
+def test_memory_given_back_while_another_stream_uses_it_is_found(reported: str) -> None:
     def run() -> None:
         side, now = torch.cuda.Stream(), torch.cuda.current_stream()
         x = torch.ones(8, device="cuda")
         side.wait_stream(now)
-        if told == "too early":
+        if reported == "too early":
             now.wait_stream(side)
         with torch.cuda.stream(side):
             x.add_(1)
-        if told == "record_stream":
+        if reported == "record_stream":
             x.record_stream(side)
-        elif told == "wait_stream":
+        elif reported == "wait_stream":
             now.wait_stream(side)
-        elif told == "synchronize":
+        elif reported == "synchronize":
             side.synchronize()
         del x
         now.wait_stream(side)  # too late
 
-    if told in ("nothing", "too early"):
+    if reported in ("nothing", "too early"):
         says = r"given back too early: 32 bytes of stream 0, .* after aten.add_.Tensor on stream 1 writes bytes 0:32"
         with pytest.raises(AssertionError, match=says), PretendedCuda():
             run()

@@ -104,7 +104,7 @@ COMBINATIONS = [
 
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(("case", "mode", "mesh", "hooks"), COMBINATIONS)
-def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
+def test_comm_hooks_in_lockstep_have_the_bits_of_as_many_processes(
     ranks: RankPool, case: str, mode: str, mesh: Mesh, hooks: str
 ) -> None:
     model, data, keys, options = CASES[case]
@@ -123,7 +123,7 @@ def test_wires_in_lockstep_have_the_bits_of_as_many_processes(
 @pytest.mark.covering(0)
 @pytest.mark.parametrize("mesh", [ONE, SQUARE, MESHES["3x2"]], ids=str)
 @pytest.mark.parametrize("hook", [Q4, LOCO, HALF], ids=lambda hook: hook.name)
-def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, hook: CommHook) -> None:
+def test_all_stages_give_the_same_bits_through_a_comm_hook(mesh: Mesh, hook: CommHook) -> None:
     of_stage = [simulated(stage, mesh, options={"reduce_hook": hook}) for stage in range(4)]
     first, *others = ((*run(ranks, tokens), ranks) for ranks in of_stage)
     for curve, state, ranks in others:
@@ -134,7 +134,7 @@ def test_all_stages_give_the_same_bits_through_a_wire(mesh: Mesh, hook: CommHook
     assert exact[0].loss == first[0][0].loss and exact[2].loss != first[0][2].loss
 
 
-def test_the_sums_of_micro_steps_go_through_the_wire_one_by_one_where_gradients_are_divided() -> None:
+def test_the_sums_of_micro_steps_go_through_the_comm_hook_one_by_one_where_gradients_are_divided() -> None:
     keys = {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 2}
     of_stage = [run(simulated(stage, ONE, options={"reduce_hook": LOCO}, **keys), tokens) for stage in range(4)]
     assert_same(of_stage[0][0], of_stage[1][0])
@@ -144,7 +144,7 @@ def test_the_sums_of_micro_steps_go_through_the_wire_one_by_one_where_gradients_
 
 
 @pytest.mark.parametrize("mode", ["hybrid 1", "hybrid 3", "mics 3", "hpz 3"])
-def test_exact_wires_are_none(mode: str) -> None:
+def test_exact_comm_hooks_are_none(mode: str) -> None:
     given = {"reduce_hook": fzero.comms.exact()} | ({"gather_hook": fzero.comms.exact()} if mode[-1] == "3" else {})
     logs: list[list[Any]] = [[], []]
     runs = [
@@ -483,7 +483,7 @@ def test_an_overflow_on_one_rank_is_seen_by_all_and_gives_back_every_bit(stage: 
             assert not torch.equal(optree.tree_leaves(state.hook_states)[0], optree.tree_leaves(before.hook_states)[0])
 
 
-def test_an_error_in_the_middle_leaves_what_wires_remember() -> None:
+def test_an_error_in_the_middle_leaves_what_comm_hooks_remember() -> None:
     in_turn = simulated(2, ONE, Plain, options={"reduce_hook": FEEDBACK})
     state, _ = in_turn(in_turn.init(), for_ranks(vectors(0), 3))
     before = optree.tree_map(torch.clone, state.hook_states)
@@ -511,7 +511,7 @@ def test_what_was_lost_follows_the_loss_scale(by: Literal["lockstep", "vmap"]) -
             assert scaled.shape == one.shape and 1 < scaled.norm() / one.norm() < 3
 
 
-def test_a_wire_may_leave_its_result_anywhere() -> None:
+def test_a_comm_hook_may_leave_its_result_anywhere() -> None:
     def add(full: Tensor, axis: Any, state: Any, *, after: Any = None, **_: Any) -> fzero.comms.Sending:
         if after is not None:
             after.wait()
@@ -529,7 +529,7 @@ def test_a_wire_may_leave_its_result_anywhere() -> None:
 @pytest.mark.parametrize(
     ("mode", "mesh"), [("hybrid 0", ONE), ("hybrid 3", ONE), ("mics 3", MESHES["3x2"]), ("hpz 3", SQUARE)]
 )
-def test_specs_tell_what_wires_remember(mode: str, mesh: Mesh) -> None:
+def test_specs_report_what_comm_hooks_remember(mode: str, mesh: Mesh) -> None:
     in_turn = simulated(
         mode, mesh, options={"reduce_hook": {"data": LOCO} | ({"node": FEEDBACK} if mesh is not ONE else {})}
     )
@@ -544,14 +544,14 @@ def test_specs_tell_what_wires_remember(mode: str, mesh: Mesh) -> None:
         assert state.hook_states[buffer.key]["node"].shape[1] == buffer.padded_numel // mesh.axis_size("data")
 
 
-def test_a_state_without_its_wires_is_told() -> None:
+def test_a_state_without_its_comm_hooks_is_reported() -> None:
     plain, wired = simulated(2, ONE), simulated(2, ONE, options={"reduce_hook": FEEDBACK})
     with pytest.raises(ValueError, match=r"got one without state\.hook_states"):
         wired(plain.init(), for_ranks(tokens(0), 3))
 
 
 @pytest.mark.parametrize("stages", [(0, 3), (3, 1), (2, 2)])
-def test_what_wires_remember_stays_where_only_the_stage_changes(stages: tuple[int, int]) -> None:
+def test_what_comm_hooks_remember_stays_where_only_the_stage_changes(stages: tuple[int, int]) -> None:
     old, new = (simulated(stage, ONE, options={"reduce_hook": LOCO}) for stage in stages)
     _, state = run(old, tokens, 3)
     moved = fzero.reshard(state, old, new)
@@ -565,7 +565,7 @@ def test_what_wires_remember_stays_where_only_the_stage_changes(stages: tuple[in
     assert_same(moved, there)
 
 
-def test_what_wires_remember_starts_anew_on_other_ranks_and_that_is_told() -> None:
+def test_what_comm_hooks_remember_starts_anew_on_other_ranks_and_that_is_reported() -> None:
     old, new = (simulated(2, mesh, options={"reduce_hook": FEEDBACK}) for mesh in (ONE, Mesh.of(data=2)))
     _, state = run(old, tokens)
     with pytest.warns(UserWarning, match="states of comm hooks .* are dropped"):
@@ -592,7 +592,7 @@ def test_so_they_do_on_real_processes(ranks: RankPool) -> None:
 # --- configuration -----------------------------------------------------------------------------------------------
 
 
-def test_the_configuration_means_wires() -> None:
+def test_the_configuration_means_comm_hooks() -> None:
     asked = simulated(3, ONE, zero_optimization=config(3)["zero_optimization"] | PLUS_PLUS)
     by_hand = simulated(
         3, ONE,
@@ -609,7 +609,7 @@ def test_the_configuration_means_wires() -> None:
     assert not below.gather and not below.frozen and below.reduce
 
 
-def test_keys_of_wires_that_have_no_effect_are_told_when_a_step_is_made_as_by_the_configuration() -> None:
+def test_keys_of_comm_hooks_that_have_no_effect_are_reported_when_a_step_is_made_as_by_the_configuration() -> None:
     cfg = config(1, zero_quantized_weights=True, zeropp_loco_param={"err_beta": 0.5})
     notes = fzero.Config.load(cfg).conflicts
     with pytest.warns(fzero.ConfigWarning) as warned:
@@ -643,13 +643,13 @@ WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wires_of_no_use_are_told(name: str) -> None:
+def test_comm_hooks_of_no_use_are_reported(name: str) -> None:
     stage, options, keys, says = WRONG[name]
     with pytest.raises(ConfigError, match=says):
         fzero.make_train_step(make(Plain), config(stage, **keys), mesh=fzero.comms.AbstractAxis("data", 2), **options)
 
 
-def test_a_wire_that_remembers_is_counted_from_one() -> None:
+def test_a_comm_hook_that_remembers_is_counted_from_one() -> None:
     with pytest.raises(
         ValueError, match="reset_every: every must be a positive number of rounds, got 0; pass 1024, say"
     ):
@@ -661,7 +661,7 @@ def _make_with_a_wire_of_its_own() -> None:
     fzero.make_train_step(make(Plain), config(2), reduce_hook=hook)
 
 
-def test_ranks_with_different_wires_are_told(ranks: RankPool) -> None:
+def test_ranks_with_different_comm_hooks_are_reported(ranks: RankPool) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2, _make_with_a_wire_of_its_own)
     assert all(

@@ -71,9 +71,9 @@ def test_a_planned_pipeline_has_the_parts_of_the_model(order: str) -> None:
     assert planned.bubble == pytest.approx(
         1 - ideal / planned.timeline.seconds
     )  # all stages compute all, and nothing else
-    told = str(planned)
-    assert "4 stages × 4 data ranks = 16 ranks, 8 micro-batches" in told
-    assert f"Bubble {planned.bubble:.1%}" in told
+    reported = str(planned)
+    assert "4 stages × 4 data ranks = 16 ranks, 8 micro-batches" in reported
+    assert f"Bubble {planned.bubble:.1%}" in reported
     assert json.loads(json.dumps(planned.as_dict()))["by_stage"][0]["in_flight"] == planned.order.in_flight[0]
 
 

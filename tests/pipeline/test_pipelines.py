@@ -374,7 +374,7 @@ def test_tied_weights_are_summed_over_their_stages_and_stay_equal_bit_for_bit(st
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-# --- what is refused, and told -----------------------------------------------------------------------------------------------
+# --- what is refused, and reported -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -431,7 +431,7 @@ def broken() -> Iterator[Any]:
     ("kind", "text"),
     [("short", "ended after 2"), ("no pair", r"must be \(inputs, labels\), got Tensor"), ("broken", "disk gone")],
 )
-def test_every_rank_is_told_of_a_batch_that_one_lacks(kind: str, text: str, ranks: RankPool) -> None:
+def test_every_rank_is_reported_of_a_batch_that_one_lacks(kind: str, text: str, ranks: RankPool) -> None:
     messages = ranks(4, wrong_batches, kind)
     assert all(text.replace("\\", "") in message for message in messages)
     assert all("pipeline stage 1 (rank 3) has no batch" in message for message in messages[:3])

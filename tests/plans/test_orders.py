@@ -146,7 +146,7 @@ def test_what_check_order_lets_pass_a_step_takes() -> None:
         (lambda length: tuple(range(length)), "order: must give a sharding.Order of"),
     ],
 )  # fmt: skip
-def test_what_is_no_order_is_told_when_the_step_is_made(order: Any, words: str) -> None:
+def test_what_is_no_order_is_reported_when_the_step_is_made(order: Any, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         fzero.make_train_step(make(small), config(2), order=order)
 
@@ -160,5 +160,5 @@ def _differ() -> str:
     return ""
 
 
-def test_an_order_that_differs_between_ranks_is_told_on_all(ranks: RankPool) -> None:
+def test_an_order_that_differs_between_ranks_is_reported_on_all(ranks: RankPool) -> None:
     assert all(reported.startswith("flat buffers: must be the same on all ranks") for reported in ranks(2, _differ))

@@ -97,7 +97,7 @@ def test_a_group_has_flat_buffers_of_its_own_and_the_first_match_counts() -> Non
         ({"params": "norm", "lr": -1.0}, r"param_groups\[0\].lr: .* got -1.0"),
     ],
 )
-def test_a_wrong_group_is_told_with_its_field(group: dict[str, Any], reported: str) -> None:
+def test_a_wrong_group_is_reported_with_its_field(group: dict[str, Any], reported: str) -> None:
     with pytest.raises(ConfigError, match=reported):
         fzero.make_train_step(make(Plain), config(0), param_groups=[group])
 
@@ -218,7 +218,7 @@ def test_a_transform_may_be_written_in_place_or_as_pure_functions(ranks: RankPoo
             assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
-def test_a_group_that_takes_nothing_is_told() -> None:
+def test_a_group_that_takes_nothing_is_reported() -> None:
     for params, reported in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{reported}"):
             fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": params, "lr": 1e-5}])

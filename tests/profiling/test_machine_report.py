@@ -1,4 +1,4 @@
-"""The laws of `fzero env`: what it tells is there, and every rate is a rate."""
+"""The laws of `fzero env`: what it reports is there, and every rate is a rate."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, best, d
 
 
 @pytest.mark.long
-def test_a_machine_is_told_with_its_versions_and_its_rates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_machine_is_reported_with_its_versions_and_its_rates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["env", "--json", "--path", str(tmp_path)]) == 0
     reported = json.loads(capsys.readouterr().out)
     assert reported["versions"]["torch"] == torch.__version__ and "gloo" in reported["backends"]
@@ -59,7 +61,7 @@ def test_ranks_that_measure_at_once_are_what_a_plan_is_made_with(
     assert "must be the output of `fzero env --json`" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_to_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["env", "--path", f"{tmp_path}/nowhere"]) == 1
     assert f"--path {tmp_path}/nowhere: " in capsys.readouterr().err
 

@@ -36,7 +36,7 @@ def profiled() -> fzero.profiling.Profile:
     return fzero.profiling.profile(make(Slow), torch.randn(32, 64, generator=torch.Generator().manual_seed(1)))
 
 
-def test_a_profile_tells_parameters_and_operations_of_every_module_that_ran() -> None:
+def test_a_profile_reports_parameters_and_operations_of_every_module_that_ran() -> None:
     found = profiled()
     small, large = 32 * 64 * 512, 32 * 512 * 4096
     assert [module.name for module in found.modules] == ["", "small", "large", "norm"]
@@ -165,7 +165,7 @@ def test_a_profile_is_shown_in_parts_and_written_to_a_file(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("device", ["meta", "frozen"])
-def test_a_model_that_cannot_be_profiled_is_told(device: str) -> None:
+def test_a_model_that_cannot_be_profiled_is_reported(device: str) -> None:
     model = make(Slow).to("meta") if device == "meta" else make(Slow).requires_grad_(False)
     with pytest.raises(ValueError, match=r"^profile: needs a model with values and with trainable parameters"):
         fzero.profiling.profile(model, torch.randn(4, 64))

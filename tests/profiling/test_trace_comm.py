@@ -101,7 +101,7 @@ def _traced(model: Any, data: Any, cfg: Any) -> list[CommTrace]:
     ("world_size", "stage", "keys"),
     [(2, 0, {}), (3, 2, TWICE), (2, 3, {}), (2, 3, CODED)],
 )
-def test_processes_lockstep_compiled_step_and_plan_tell_the_same_which_is_the_plans(
+def test_processes_lockstep_compiled_step_and_plan_report_the_same_which_is_the_plans(
     ranks: RankPool, world_size: int, stage: int, keys: Mapping[str, Any]
 ) -> None:
     cfg = config(stage, **keys) if keys is CODED else config(stage) | keys
@@ -139,7 +139,7 @@ def _in_files(stage: int, path: Path | str) -> dict[str, Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("world_size", "stage"), [(1, 3), (2, 3), (3, 2)])
-def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_are_whole(
+def test_a_step_whose_state_is_in_files_sends_the_same_and_reports_whether_they_are_whole(
     ranks: RankPool, world_size: int, stage: int, tmp_path: Path
 ) -> None:
     axis = fzero.comms.AbstractAxis("data", world_size)
@@ -162,7 +162,7 @@ def test_a_step_whose_state_is_in_files_sends_the_same_and_tells_whether_they_ar
 
 @pytest.mark.long
 @pytest.mark.parametrize(("stage", "keys"), [(0, {"zero_quantized_gradients": True}), (3, CODED)])
-def test_through_wires_lockstep_and_plan_tell_the_elements_that_are_meant_and_the_bytes_that_are_sent(
+def test_through_comm_hooks_lockstep_and_plan_report_the_elements_that_are_meant_and_the_bytes_that_are_sent(
     stage: int, keys: Mapping[str, Any]
 ) -> None:
     step, planned = on_paper(Plain, vectors, config(stage, **keys), fzero.comms.AbstractAxis("data", 3))
@@ -198,7 +198,7 @@ def test_a_graph_gathers_in_the_backward_what_it_reads_and_an_eager_step_whole_u
 
 @pytest.mark.long
 @pytest.mark.parametrize(("backend", "stage"), [("gloo", 2), ("nccl", 0), ("nccl", 3)])
-def test_collectives_that_are_joined_are_told_flat_buffer_by_flat_buffer(stage: int, backend: Any) -> None:
+def test_collectives_that_are_joined_are_reported_flat_buffer_by_flat_buffer(stage: int, backend: Any) -> None:
     axis = fzero.comms.AbstractAxis("data", 3, backend=backend)
     cfg = config(stage, reduce_bucket_size=3000, allgather_bucket_size=3000)
     step, joined = on_paper(Odd, tokens, cfg, axis)
@@ -222,7 +222,7 @@ def test_a_graph_makes_all_module_buffers_equal_and_an_eager_step_those_that_mov
     assert reported(planned, "buffers") == Counter([("buffers", "data", "", 2 * n) for n in (moving + 5 * 4, number)])
 
 
-def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
+def test_ranks_as_a_dimension_report_what_one_of_them_would_send() -> None:
     step, planned = on_paper(Plain, vectors, config(3), fzero.comms.AbstractAxis("data", 3, backend="gloo"))
     ranks = fzero.simulate(step, by="vmap")
     assert fzero.profiling.trace_comm(ranks, ranks.init(), for_ranks(vectors(0), 3)).rows == planned.rows
@@ -234,7 +234,7 @@ def test_ranks_as_a_dimension_tell_what_one_of_them_would_send() -> None:
 
 
 @pytest.mark.parametrize("by", ["vmap", "lockstep"])
-def test_what_is_no_step_or_no_state_of_it_is_told(by: Any) -> None:
+def test_what_is_no_step_or_no_state_of_it_is_reported(by: Any) -> None:
     step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 3))
     ranks, batch = fzero.simulate(step, by=by), for_ranks(vectors(0), 3)
     with pytest.raises(ValueError, match="state: must be a TrainState, got None"):
@@ -264,7 +264,7 @@ def _traced_on_a_mesh(stage: int, keys: Mapping[str, Any]) -> CommTrace:
 
 
 @pytest.mark.parametrize(("stage", "keys"), MESHES)
-def test_on_several_axes_processes_and_lockstep_tell_what_the_plan_says_of_each(
+def test_on_several_axes_processes_and_lockstep_report_what_the_plan_says_of_each(
     ranks: RankPool, stage: int, keys: Mapping[str, Any]
 ) -> None:
     axis = fzero.comms.AbstractAxis("data", 4, mesh=None if keys else SQUARE)
@@ -292,7 +292,7 @@ class Counting(Hub):
 
 
 @pytest.mark.parametrize(("mesh", "keys"), [(None, {}), (SQUARE, {}), (SQUARE, {"zero_hpz_partition_size": 2})])
-def test_every_byte_that_a_rank_sends_is_told(
+def test_every_byte_that_a_rank_sends_is_reported(
     monkeypatch: pytest.MonkeyPatch, mesh: Mesh | None, keys: Mapping[str, Any]
 ) -> None:
     monkeypatch.setitem(LockstepRanks.__init__.__globals__, "Hub", Counting)
@@ -327,7 +327,7 @@ def test_tracing_leaves_state_and_step_as_they_are(options: dict[str, Any]) -> N
     assert optree.tree_all(optree.tree_map(torch.equal, state, expected))
 
 
-def test_a_step_that_negotiates_tells_it_and_one_that_learned_does_not() -> None:
+def test_a_step_that_negotiates_reports_it_and_one_that_learned_does_not() -> None:
     for schedule, negotiates in (("learned", False), ("negotiated", True)):
         step = fzero.make_train_step(
             make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 2), schedule=schedule
@@ -375,7 +375,7 @@ def test_what_is_sent_along_one_axis_goes_by_the_name_of_the_mesh_alone(ranks: R
         assert set(comm.by_axis()) == {"data"} and {"loss_stats", "gather", "norm", "buffers"} <= set(comm.by_purpose())
 
 
-def test_who_observed_before_is_told_as_before(ranks: RankPool) -> None:
+def test_who_observed_before_is_reported_as_before(ranks: RankPool) -> None:
     for num_rows, num_told, in_two in ranks(2, _both_observers):
         assert num_told == num_rows > 0 and in_two == 2 * num_rows
 
@@ -402,7 +402,7 @@ def test_a_report_adds_up_and_has_a_table_and_a_picture(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
+def test_the_example_reports_what_crosses_each_axis_and_leaves_its_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = Path(__file__).parents[2] / "examples" / "what_is_sent.py"
@@ -420,13 +420,13 @@ def test_the_example_tells_what_crosses_each_axis_and_leaves_its_picture(
 
 
 @pytest.mark.long
-def test_of_one_rank_there_is_nothing_to_tell_and_a_picture_of_it() -> None:
+def test_of_one_rank_there_is_nothing_to_report_and_a_picture_of_it() -> None:
     step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 1))
     comm = fzero.profiling.plan_comm(step, vectors(0))
     assert comm.rows == () and comm.nbytes == 0 and str(comm) and comm.draw().axes
 
 
-def test_a_step_without_ranks_is_traced_on_paper_only() -> None:
+def test_a_step_without_ranks_is_traced_in_a_dry_run_only() -> None:
     step = fzero.make_train_step(make(Plain), config(3), mesh=fzero.comms.AbstractAxis("data", 4))
     ranks = fzero.simulate(step, by="lockstep")
     with pytest.raises(ValueError, match=r"trace_comm: the step must be of ranks that exist.*plan_comm\(step, batch\)"):

@@ -762,7 +762,7 @@ def test_another_model_is_named() -> None:
     _fails(_plain(), _plain(model=partial(Plain, 8)), "'blocks.0.weight'", "(16, 16)", "(8, 8)")
 
 
-def test_another_optimizer_is_told_with_what_both_keep() -> None:
+def test_another_optimizer_is_reported_with_what_both_keep() -> None:
     sgd = {"optimizer": OPTIMIZERS["SGD"]}
     _fails(_plain(), _plain(sgd), "AdamState(step, exp_avg, exp_avg_sq)", "SGDState(step, momentum)")
     _fails(_plain(), _plain({"optimizer": OPTIMIZERS["Lamb"]}), "AdamState", "LambState")
@@ -784,7 +784,7 @@ def test_counters_that_differ_are_not_joined() -> None:
         fzero.resharding.reshard_all(states, old, new)
 
 
-def test_what_is_no_step_no_plan_or_no_state_is_told() -> None:
+def test_what_is_no_step_no_plan_or_no_state_is_reported() -> None:
     step = step_of(Setting(1, 2))
     states = states_of(step)
     with pytest.raises(ValueError, match=r"plan_reshard: old must be a plan, got TrainStep; pass old\.plan of a step"):
@@ -842,7 +842,7 @@ def _reshard_wrongly(case: str) -> None:
         ("nobody", "each of the 2 ranks of the new job"),
     ],
 )
-def test_what_is_wrong_on_one_process_is_told_on_all(ranks: RankPool, case: str, words: str) -> None:
+def test_what_is_wrong_on_one_process_is_reported_on_all(ranks: RankPool, case: str, words: str) -> None:
     with pytest.raises(RankError) as caught:
         ranks(2, _reshard_wrongly, case)
     for error in caught.value.errors:

@@ -198,7 +198,7 @@ def _ends_early() -> Iterator[Any]:
     yield vectors(0, 4)
 
 
-def test_batches_that_do_not_split_are_told() -> None:
+def test_batches_that_do_not_split_are_reported() -> None:
     with pytest.raises(ValueError, match=r"batch: must hold 12 samples on each rank .*, got 9"):
         _one_step(vectors(0, 9))
     with pytest.raises(ValueError, match=r"iterator must give 3 micro-batches .*, ended after 1"):
@@ -207,7 +207,7 @@ def test_batches_that_do_not_split_are_told() -> None:
         _one_step((vectors(0, 12)[0], vectors(0, 13)[1]))
 
 
-def test_what_cannot_be_divided_is_told_and_what_is_no_tensor_is_given_to_all() -> None:
+def test_what_cannot_be_divided_is_reported_and_what_is_no_tensor_is_given_to_all() -> None:
     class Unknown:
         pass
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_divided_is_told_and_what_is_no_tensor_is_given_to_all() 
     assert seen == [(4, "a", None)] * 3
 
 
-def test_a_bad_weight_is_told() -> None:
+def test_a_bad_weight_is_reported() -> None:
     def sometimes(model: nn.Module, batch: Any) -> Any:
         total, weight = weighted(model, batch)
         return (total, weight) if batch[0][0, 0] > 0 else total
@@ -265,7 +265,7 @@ class Normed(Plain):
 @pytest.mark.parametrize("tells", [True, False], ids=["is_last", "no is_last"])
 @pytest.mark.parametrize("model", [Plain, Normed])
 @pytest.mark.parametrize("stage", range(4))
-def test_ranks_with_other_numbers_of_backwards_are_told(stage: int, model: Any, tells: bool) -> None:
+def test_ranks_with_other_numbers_of_backwards_are_reported(stage: int, model: Any, tells: bool) -> None:
     """Rank 1 makes one backward more, in the second update. The last backward may be called so, or not."""
     simulated = fzero.simulate(fzero.make_train_step(make(model), config(stage)), 2, by="lockstep")
     states = simulated.states_of(simulated.init())

@@ -1,4 +1,4 @@
-"""The law of placements: where state lives changes no bit of a training, and what fails there is told on every rank."""
+"""The law of placements: where state lives changes no bit of a training, and what fails there is reported on every rank."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def on(world_size: int, step: fzero.TrainStep) -> fzero.simulation.LockstepRanks
 def train(
     ranks: fzero.simulation.LockstepRanks, state: fzero.TrainState[Any], first: int, num_steps: int
 ) -> tuple[fzero.TrainState[Any], list[str]]:
-    told = []
+    reported = []
     for index in range(first, first + num_steps):
         batch = tuple(x.unflatten(0, (ranks.world_size, -1)) for x in data(index))
         state, metrics = ranks(state, batch)
-        told.append(repr(tuple(x.item() for x in metrics)))
-    return state, told
+        reported.append(repr(tuple(x.item() for x in metrics)))
+    return state, reported
 
 
 def differing(state: fzero.TrainState[Any], expected: fzero.TrainState[Any]) -> list[str]:
@@ -112,13 +112,15 @@ def placements_at(path: Path) -> dict[str, tuple[dict[str, Any], Any]]:
 def test_every_placement_gives_the_bits_of_the_device(stage: int, precision: str, tmp_path: Path) -> None:
     for world_size in (1, 2, 3) if stage == 2 else (1, 3):
         ranks = on(world_size, step_of(stage, precision))
-        expected, told = train(ranks, ranks.init(), 0, 3)
-        assert ["True" in metrics for metrics in told] == [precision == "float16", False, False], "fp16 skips a step"
+        expected, reported = train(ranks, ranks.init(), 0, 3)
+        assert ["True" in metrics for metrics in reported] == [precision == "float16", False, False], (
+            "fp16 skips a step"
+        )
         for name, (zero, given) in placements_at(tmp_path).items():
             elsewhere = on(world_size, step_of(stage, precision, placements=given, **zero))
             state = elsewhere.init()
             state, found = train(elsewhere, state, 0, 3)
-            assert found == told, name
+            assert found == reported, name
             assert differing(state, expected) == [], name
             weights, others = ranks.gather(expected), elsewhere.gather(state)
             assert all(torch.equal(weights[key], others[key]) for key in weights), name
@@ -145,7 +147,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
 ) -> None:
     """As if the memory of the CPU, where the model is, were that of a device: what lives in the host's is copied."""
     ranks = on(2, step_of(stage, precision))
-    expected, told = train(ranks, ranks.init(), 0, 3)
+    expected, reported = train(ranks, ranks.init(), 0, 3)
     monkeypatch.setattr(StateMemory, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
     monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)
     host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
@@ -166,7 +168,7 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
         state = elsewhere.init()
         Crossings.seen.clear()
         state, found = train(elsewhere, state, 0, 3)
-        assert found == told and differing(state, expected) == [], (zero, given)
+        assert found == reported and differing(state, expected) == [], (zero, given)
         assert Crossings.seen == crossing, (zero, given)
         state = fzero.place(state, elsewhere)
         assert differing(fzero.place(state, ranks), expected) == []
@@ -184,19 +186,19 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
 def test_on_several_axes_too(keys: dict[str, int], precision: str, tmp_path: Path) -> None:
     here = partial(step_of, 3, precision, world_size=4, **keys)  # type: ignore[arg-type]
     ranks = on(4, here())
-    expected, told = train(ranks, ranks.init(), 0, 2)
+    expected, reported = train(ranks, ranks.init(), 0, 2)
     state_alone = nvme(tmp_path)
     params_alone = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path), "max_in_cpu": 0}}
     for zero in (state_alone, params_alone):
         elsewhere = on(4, here(**zero))
         state, found = train(elsewhere, elsewhere.init(), 0, 2)
-        assert found == told and differing(state, expected) == []
+        assert found == reported and differing(state, expected) == []
     elsewhere = on(4, here(**state_alone, **params_alone))
     state, first = train(elsewhere, elsewhere.init(), 0, 1)
     fzero.save(state, tmp_path / "saved", step=elsewhere)
     for begun in (state, fzero.load(tmp_path / "saved", step=elsewhere).state):
         after, then = train(elsewhere, begun, 1, 1)
-        assert first + then == told and differing(after, expected) == []
+        assert first + then == reported and differing(after, expected) == []
     moved = fzero.reshard(after, elsewhere, ranks)
     assert differing(moved, expected) == []
     assert differing(fzero.reshard(moved, ranks, elsewhere), expected) == []
@@ -232,12 +234,12 @@ def captured_bits(stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str,
     """The state after some steps: of an eager step with all of it on the device, or of a graph with a part elsewhere."""
     cfg = config(stage, optimizer=ADAMW, clip=0.1, **(zero or {})) | dict(keys)
     step = fzero.make_train_step(make(blocks), cfg, **({} if zero is None else AOT))
-    state, told = step.init(), []
+    state, reported = step.init(), []
     for index in range(3):
         state, metrics = step(state, part(data(index), step.rank, step.world_size))
-        told += [repr(metrics).encode(), repr(step.evaluate(state, data(index))).encode()]
+        reported += [repr(metrics).encode(), repr(step.evaluate(state, data(index))).encode()]
     kept = in_memory(state)._replace(grads={})
-    return told + [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
+    return reported + [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
 
 
 @pytest.mark.covering(0)
@@ -294,7 +296,7 @@ def test_files_are_as_long_as_the_shards_and_go_with_the_state(tmp_path: Path) -
     assert not list(tmp_path.rglob("*.flat"))
 
 
-def test_a_state_that_was_given_to_a_step_is_stale_and_told_so(tmp_path: Path) -> None:
+def test_a_state_that_was_given_to_a_step_is_stale_and_reported_so(tmp_path: Path) -> None:
     step = on(1, step_of(2, "bfloat16", **nvme(tmp_path)))
     first = step.init()
     second, _ = train(step, first, 0, 1)
@@ -308,7 +310,7 @@ def test_a_state_that_was_given_to_a_step_is_stale_and_told_so(tmp_path: Path) -
         copy.deepcopy(third)
 
 
-def test_the_parts_of_a_step_and_a_look_at_the_model_tell_a_stale_or_broken_state_too(tmp_path: Path) -> None:
+def test_the_parts_of_a_step_and_a_look_at_the_model_report_a_stale_or_broken_state_too(tmp_path: Path) -> None:
     step = fzero.make_train_step(make(blocks), config(2, optimizer=ADAMW, **nvme(tmp_path)))
     stale = step.init()
     state, _ = step(stale, data(0))
@@ -451,14 +453,14 @@ def _narrow(**zero: Any) -> fzero.simulation.LockstepRanks:
 
 @pytest.mark.parametrize("checksums", [False, True])
 def test_elements_of_one_byte_move_in_whole_blocks_too(checksums: bool, tmp_path: Path) -> None:
-    expected, told = train(here := _narrow(), here.init(), 0, 3)
+    expected, reported = train(here := _narrow(), here.init(), 0, 3)
     for index, first in enumerate((2048, 32768)):
         place = nvme(tmp_path / str(index), checksums=checksums)
         keys = place | {"offload_param": place["offload_optimizer"] | {"max_in_cpu": 0}}
         steps = [_narrow(**keys | {"sub_group_size": size}) for size in (first, 2048)]
         state, found = train(steps[0], steps[0].init(), 0, 1)
         state, more = train(steps[1], state, 1, 2)  # whose sub-groups are smaller than the files have room for
-        assert (found + more, differing(state, expected)) == (told, [])
+        assert (found + more, differing(state, expected)) == (reported, [])
 
 
 STREAMING: list[dict[str, Any]] = [
@@ -486,7 +488,7 @@ def test_a_step_works_on_the_files_of_any_other_or_refuses_them_before_anything_
     assert ends == {"works", "refuses"}
 
 
-def test_a_move_to_another_stage_is_told_to_be_a_reshard(tmp_path: Path) -> None:
+def test_a_move_to_another_stage_is_reported_to_be_a_reshard(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"must be torch.float32 of shape"):
         fzero.place(on(2, step_of(2)).init(), on(2, step_of(3, **nvme(tmp_path))))
 
@@ -543,21 +545,21 @@ def _write_fails(path: str, failing: int) -> list[str]:
     state, _ = step(step.init(), part(data(0), step.rank, step.world_size))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    told = []
+    reported = []
     try:
         if step.rank == failing:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
         for _ in range(2):
             try:
                 step(state, part(data(1), step.rank, step.world_size))
-                told.append("nothing")
+                reported.append("nothing")
             except fzero.StoreError as error:
-                told.append(str(error))
+                reported.append(str(error))
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, previous)
-    return told
+    return reported
 
 
 def test_a_write_that_fails_on_one_rank_ends_the_training_on_all(ranks: RankPool, tmp_path: Path) -> None:
@@ -580,7 +582,7 @@ def _cannot_init(path: str, failing: int) -> tuple[str, bool]:
     return str(caught.value), state is not None
 
 
-def test_files_that_one_rank_cannot_make_are_told_on_all_and_leave_nothing(ranks: RankPool, tmp_path: Path) -> None:
+def test_files_that_one_rank_cannot_make_are_reported_on_all_and_leave_nothing(ranks: RankPool, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     ours, theirs = ranks(2, _cannot_init, str(tmp_path), 1)
     assert ours[0].startswith("rank 1: its state in files cannot be used") and "Not a directory" in ours[0]

@@ -92,7 +92,7 @@ def _after(path: str, fault: str, failing: int, optimizer: str) -> list[str]:
     # LAMB adds up over ranks in the middle of the update.
     [*((fault, "AdamW") for fault in FAULTS), ("moments are cut off", "Lamb"), ("files are removed", "Lamb")],
 )
-def test_a_fault_of_one_rank_is_told_on_all_in_the_same_step_and_nobody_goes_on(
+def test_a_fault_of_one_rank_is_reported_on_all_in_the_same_step_and_nobody_goes_on(
     ranks: RankPool, fault: str, optimizer: str, tmp_path: Path
 ) -> None:
     theirs, ours = ranks(2, _after, str(tmp_path), fault, 1, optimizer)
@@ -115,7 +115,7 @@ def _evaluation_fails(path: str, failing: int) -> list[str]:
     return [_told(lambda: step.evaluate(state, batch)), _told(lambda: step.gather(state))]
 
 
-def test_a_fault_in_an_evaluation_is_told_on_all(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_fault_in_an_evaluation_is_reported_on_all(ranks: RankPool, tmp_path: Path) -> None:
     theirs, ours = ranks(2, _evaluation_fails, str(tmp_path), 1)
     assert "made with" in ours[0] and theirs[0].startswith("rank 1: its state"), (ours, theirs)
     assert "cannot be used any more" in ours[1] and "cannot be used any more" in theirs[1]
@@ -132,7 +132,9 @@ def _read_ahead_fails(path: str, failing: int, precision: str) -> list[str]:
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_read_ahead_that_fails_on_one_rank_is_told_on_all(ranks: RankPool, precision: str, tmp_path: Path) -> None:
+def test_a_read_ahead_that_fails_on_one_rank_is_reported_on_all(
+    ranks: RankPool, precision: str, tmp_path: Path
+) -> None:
     theirs, ours = ranks(2, _read_ahead_fails, str(tmp_path), 1, precision)
     assert "made with" in ours[0] and theirs[0].startswith("rank 1: its state"), (ours, theirs)
     assert "cannot be used any more" in ours[1] and "cannot be used any more" in theirs[1]
@@ -202,7 +204,7 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[Path]:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no direct I/O")
-def test_a_disk_that_is_too_small_is_told_with_the_numbers_and_the_old_state_goes_on(tmp_path: Path) -> None:
+def test_a_disk_that_is_too_small_is_reported_with_the_numbers_and_the_old_state_goes_on(tmp_path: Path) -> None:
     here = on(2, step_of(3))
     expected, _ = train(here, here.init(), 0, 2)
     with small_disk(tmp_path / "disk", 1 << 17) as disk:
@@ -226,7 +228,7 @@ def _after_a_larger_job(path: str) -> list[str]:
     return reported
 
 
-def test_what_a_larger_job_left_is_told_on_all_ranks_or_removed_by_whichever_comes_first(
+def test_what_a_larger_job_left_is_reported_on_all_ranks_or_removed_by_whichever_comes_first(
     ranks: RankPool, tmp_path: Path
 ) -> None:
     for rank in (0, 1, 2, 3):
@@ -257,7 +259,7 @@ def _too_little_memory(path: str, failing: int) -> str:
     return "nothing"
 
 
-def test_too_little_host_memory_is_told_before_it_is_taken_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
+def test_too_little_host_memory_is_reported_before_it_is_taken_on_all_ranks(ranks: RankPool, tmp_path: Path) -> None:
     ours, theirs = ranks(2, _too_little_memory, str(tmp_path), 0)
     assert (
         ours.startswith("MemoryError: a pool of ") and "bytes of host memory, and the process's RLIMIT_DATA" in ours

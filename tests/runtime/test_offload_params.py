@@ -69,12 +69,12 @@ def ways(path: Path, world_size: int) -> dict[str, tuple[dict[str, Any], Any]]:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_parameters_in_files_give_the_bits_of_the_device(world_size: int, precision: str, tmp_path: Path) -> None:
     here = on(world_size, step_of(3, precision))
-    expected, told = train(here, here.init(), 0, 3)
+    expected, reported = train(here, here.init(), 0, 3)
     weights = here.gather(expected)
     for name, (zero, given) in ways(tmp_path, world_size).items():
         ranks = on(world_size, step_of(3, precision, placements=given, **zero))
         state, found = train(ranks, ranks.init(), 0, 3)
-        assert found == told, name
+        assert found == reported, name
         assert differing(state, expected) == [], name
         others = ranks.gather(state)
         assert all(torch.equal(weights[key], others[key]) for key in weights), name
@@ -108,11 +108,11 @@ def test_optimizers_that_look_at_whole_parameters_and_torchs_own_have_the_bits_o
         ranks = on(world_size, fzero.make_train_step(make(Mixed), keys, placements=given))
         return train(ranks, ranks.init(), 0, 2)
 
-    expected, told = run()
+    expected, reported = run()
     everything = nvme(tmp_path) | (in_files(tmp_path) if stage == 3 else {})
     some = run(lambda quantity, key, leaf: files if "1" in key and quantity != "grads" else None)
     for state, found in (some, run(**everything)):
-        assert found == told
+        assert found == reported
         assert differing(state, expected) == []
 
 
@@ -143,8 +143,8 @@ def test_frozen_parameters_alone_may_live_in_files(tmp_path: Path) -> None:
         ranks = on(2, fzero.make_train_step(make(frozen), config(3, optimizer=ADAMW), placements=given))
         return train(ranks, ranks.init(), 0, 2)
 
-    (expected, told), (state, found) = run(None), run({"params/*frozen": Placement("nvme", path=str(tmp_path))})
-    assert found == told and differing(state, expected) == []
+    (expected, reported), (state, found) = run(None), run({"params/*frozen": Placement("nvme", path=str(tmp_path))})
+    assert found == reported and differing(state, expected) == []
     assert len(list(tmp_path.rglob("*.flat"))) == 2
 
 

@@ -530,7 +530,7 @@ def _state_of_another_step(stage: int, other: int, keys: dict[str, Any], others:
         ),
     ],
 )  # fmt: skip
-def test_a_state_of_another_step_is_told(
+def test_a_state_of_another_step_is_reported(
     ranks: RankPool, stage: int, other: int, keys: dict[str, Any], others: dict[str, Any], reported: str
 ) -> None:
     import re
@@ -539,7 +539,7 @@ def test_a_state_of_another_step_is_told(
         assert re.search(reported, message), message
 
 
-def test_a_batch_or_a_buffer_of_another_dtype_is_told_with_the_fix() -> None:
+def test_a_batch_or_a_buffer_of_another_dtype_is_reported_with_the_fix() -> None:
     step = fzero.make_train_step(make(Plain), config(0) | {"bf16": {"enabled": True}})
     with pytest.raises(RuntimeError, match="dtype") as raised:
         step(step.init(), vectors(0))

@@ -60,7 +60,7 @@ def _make_step(cfg: Any, *per_rank: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_batch_sizes_that_do_not_fit_the_world_size_are_told_on_every_rank(ranks: RankPool, stage: int) -> None:
+def test_batch_sizes_that_do_not_fit_the_world_size_are_reported_on_every_rank(ranks: RankPool, stage: int) -> None:
     errors = errors_of(ranks, 3, _make_step, {**config(stage), "train_batch_size": 8})
     assert_all_raise(errors, ConfigError, "train_batch_size: must equal .*, got 8 for 2 × 1 × 3; change one")
     sizes = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 8}
@@ -124,7 +124,7 @@ def b_then_a() -> nn.Module:
     ],
     ids=["width", "fewer", "more", "frozen", "dtype", "buffer", "order"],
 )
-def test_ranks_with_different_models_are_told_the_first_difference_everywhere(
+def test_ranks_with_different_models_are_reported_the_first_difference_everywhere(
     ranks: RankPool, models: Any, message: str
 ) -> None:
     assert_all_raise(errors_of(ranks, len(models), _make_step, config(1), *models), MismatchError, message)
@@ -143,7 +143,7 @@ def test_ranks_with_different_models_are_told_the_first_difference_everywhere(
         (config(0), config(0, optimizer={"type": "SGD"}), "'optimizer.type' is 'AdamW' on rank 0 and 'SGD' on rank 1"),
     ],
 )
-def test_ranks_with_different_configurations_are_told_the_first_difference_everywhere(
+def test_ranks_with_different_configurations_are_reported_the_first_difference_everywhere(
     ranks: RankPool, one: Any, other: Any, message: str
 ) -> None:
     assert_all_raise(errors_of(ranks, 2, _make_step, [one, other]), MismatchError, f"configuration: .*{message}")
@@ -153,7 +153,7 @@ def _make_step_with_arguments_of_this_rank(arguments: list[dict[str, Any]]) -> N
     _make_step(config(3), **arguments[fzero.join().rank])
 
 
-def test_ranks_with_different_units_or_schedules_are_told_everywhere(ranks: RankPool) -> None:
+def test_ranks_with_different_units_or_schedules_are_reported_everywhere(ranks: RankPool) -> None:
     units: list[dict[str, Any]] = [{"units": ["blocks"]}, {"units": None}]
     errors = errors_of(ranks, 2, _make_step_with_arguments_of_this_rank, units)
     assert_all_raise(errors, MismatchError, "units: .* 'blocks' is '1360' on rank 0 and None on rank 1")
@@ -167,13 +167,13 @@ def _make_step_on_mesh(mesh: Mesh) -> int:
 
 
 @pytest.mark.parametrize("mesh", [Mesh.of(data=3), Mesh.of(node=2, data=2), Mesh.of(data=1)])
-def test_a_mesh_that_does_not_fit_the_job_is_told_with_its_axes(ranks: RankPool, mesh: Mesh) -> None:
+def test_a_mesh_that_does_not_fit_the_job_is_reported_with_its_axes(ranks: RankPool, mesh: Mesh) -> None:
     errors = errors_of(ranks, 2, _make_step_on_mesh, mesh)
     assert_all_raise(errors, ValueError, r"mesh: its axes must hold all 2 ranks of the job, got .* in Mesh\(axes=")
 
 
 @pytest.mark.parametrize("mesh", [(2, 2), 4, "data", Mesh.of(world=2, data=2)], ids=str)
-def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_told(mesh: Any) -> None:
+def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_reported(mesh: Any) -> None:
     words = "no axis may be named 'world'" if isinstance(mesh, Mesh) else "must be a mesh of named axes, .* got"
     step = fzero.make_train_step(Plain(), config(3), mesh=fzero.comms.AbstractAxis("data", 4))
     for make_on in (
@@ -195,13 +195,13 @@ def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
     assert ranks(2, _make_step_on_mesh, Mesh.of(node=2, data=1)) == [2, 2]
 
 
-def test_a_pattern_of_units_that_matches_nothing_is_told_with_names_that_would() -> None:
+def test_a_pattern_of_units_that_matches_nothing_is_reported_with_names_that_would() -> None:
     message = r"units: 'layers\.\*' must match a module with parameters .* Plain's; names look like blocks, blocks\.0"
     with pytest.raises(ValueError, match=message):
         fzero.make_train_step(Plain(), config(3), units=["blocks.*", "layers.*"])
 
 
-def test_a_limit_of_live_parameters_below_the_largest_unit_is_told_with_the_unit() -> None:
+def test_a_limit_of_live_parameters_below_the_largest_unit_is_reported_with_the_unit() -> None:
     message = r"stage3_max_live_parameters: must hold the largest unit, got 100 for unit 'blocks\.0' of 288 elements"
     with pytest.raises(ConfigError, match=message):
         fzero.make_train_step(Plain(), config(3, stage3_max_live_parameters=100))
@@ -209,7 +209,7 @@ def test_a_limit_of_live_parameters_below_the_largest_unit_is_told_with_the_unit
     fzero.make_train_step(Plain(), config(2, stage3_max_live_parameters=100))
 
 
-def test_an_unknown_stage_is_told_by_the_step_as_by_the_configuration() -> None:
+def test_an_unknown_stage_is_reported_by_the_step_as_by_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"zero_optimization.stage: must be 0, 1, 2 or 3, got 4"):
         fzero.make_train_step(Plain(), config(4))
 
@@ -230,7 +230,7 @@ def _step(per_rank: list[Any], cfg: Mapping[str, Any], loss_fn: Any = None) -> N
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_batch_of_another_size_is_told_where_it_is_and_ends_the_other_ranks(ranks: RankPool, stage: int) -> None:
+def test_a_batch_of_another_size_is_reported_where_it_is_and_ends_the_other_ranks(ranks: RankPool, stage: int) -> None:
     cfg = {**config(stage), "train_batch_size": GLOBAL_BATCH}
     good, bad = vectors(1, 6), vectors(1, 5)
     message = r"batch: must hold 6 samples on each rank .* and 2 ranks\), got 5"
@@ -445,7 +445,7 @@ def _survives(stage: int, bad_at: int, value: float) -> tuple[str, bool, bool]:
     ],
     ids=["nan", "inf", "gradient"],
 )
-def test_what_is_not_finite_on_one_rank_is_told_on_every_rank_and_the_step_never_happened(
+def test_what_is_not_finite_on_one_rank_is_reported_on_every_rank_and_the_step_never_happened(
     ranks: RankPool, stage: int, bad_at: int, value: float, reported: str
 ) -> None:
     import re
@@ -517,7 +517,7 @@ def _raises_elsewhere(stage: int) -> None:
         state, _ = step(state, (x, y, False))
 
 
-def test_ranks_that_raise_at_different_places_and_go_on_are_told(ranks: RankPool) -> None:
+def test_ranks_that_raise_at_different_places_and_go_on_are_reported(ranks: RankPool) -> None:
     errors = errors_of(ranks, 3, _raises_elsewhere, 0)
     assert_all_raise(errors, CollectiveError, "the ranks are in different steps|the collective failed")
     assert any("the ranks are in different steps" in str(error) for error in errors)

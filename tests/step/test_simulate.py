@@ -319,7 +319,7 @@ def test_a_backward_of_its_own_is_honoured_or_refused() -> None:
         _run(captured, case, 1)
 
 
-def test_what_vmap_cannot_do_is_told_or_done_in_lockstep() -> None:
+def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
     class Reads(Plain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
             return super().forward(x, y) * (2 if x.sum().item() > 0 else 1)
@@ -444,7 +444,7 @@ def test_an_error_on_one_rank_is_raised_with_its_rank() -> None:
         simulated.evaluate(state, for_ranks(vectors(0), 3))
 
 
-def test_ranks_that_wait_for_each_other_are_told_so() -> None:
+def test_ranks_that_wait_for_each_other_are_reported_so() -> None:
     hub = Hub(2)
     with pytest.raises(StuckError, match="rank 0 waits for rank 1, which also waits"):
         hub.run(lambda rank: hub.receive(hub.expect(1 - rank, rank)))
@@ -529,7 +529,7 @@ class Switching(Plain):
         return nn.functional.mse_loss(x, y)
 
 
-def test_ranks_that_depart_from_the_order_together_negotiate_and_one_that_does_alone_is_told() -> None:
+def test_ranks_that_depart_from_the_order_together_negotiate_and_one_that_does_alone_is_reported() -> None:
     found = {}
     for stage in (2, 3):
         simulated = fzero.simulate(fzero.make_train_step(make(Switching), config(stage)), 2, by="lockstep")
@@ -554,7 +554,7 @@ class Uncopyable(Plain):
         raise TypeError("holds a connection")
 
 
-def test_what_cannot_be_simulated_is_told() -> None:
+def test_what_cannot_be_simulated_is_reported() -> None:
     step = fzero.make_train_step(make(Plain), config(0))
     with pytest.raises(ValueError, match="world_size must be a positive integer, got 0"):
         fzero.simulate(step, 0, by="lockstep")

@@ -290,7 +290,7 @@ def test_a_leaf_of_another_shape_is_named_with_its_shape_and_its_specs() -> None
 
 @pytest.mark.parametrize("spec", [Sharded("model"), Partial("model")])
 @pytest.mark.parametrize("verb", [fzero.shard, fzero.gather, fzero.reduce_scatter_grads])
-def test_a_spec_that_names_another_axis_is_told_with_both_names(verb: Any, spec: Any) -> None:
+def test_a_spec_that_names_another_axis_is_reported_with_both_names(verb: Any, spec: Any) -> None:
     specs = {"w": TensorSpec((4,), "float32", spec)}
     x = torch.zeros(2 if verb is fzero.gather and isinstance(spec, Sharded) else 4)
     with pytest.raises(ValueError, match=rf"w: its spec {type(spec).__name__}\('model'\) must name.*got 'data'"):

@@ -304,7 +304,7 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_wrong_call_is_told_in_words_about_the_argument(
+def test_a_wrong_call_is_reported_in_words_about_the_argument(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -339,7 +339,7 @@ MISSING = (
 )
 
 
-def test_what_is_not_installed_is_told_with_its_extra() -> None:
+def test_what_is_not_installed_is_reported_with_its_extra() -> None:
     code = f"""
 import importlib, sys
 import fzero

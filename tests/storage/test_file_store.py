@@ -182,7 +182,7 @@ def test_short_reads_and_writes_go_on_where_they_stopped(
     assert len(calls) >= 2 * NBYTES // most
 
 
-def test_a_system_that_stops_is_told_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_that_stops_is_reported_with_the_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with FileStore(tmp_path, FILES) as store:
         monkeypatch.setattr(os, "preadv", lambda fd, buffers, at: 100)
         with pytest.raises(
@@ -191,7 +191,7 @@ def test_a_system_that_stops_is_told_with_the_place(tmp_path: Path, monkeypatch:
             numbers(store)
 
 
-def test_bad_arguments_are_told_and_break_nothing(tmp_path: Path) -> None:
+def test_bad_arguments_are_reported_and_break_nothing(tmp_path: Path) -> None:
     with FileStore(tmp_path, FILES) as store:
         buffer = filled()
         for start, stop in ((1, 1024), (0, 1023), (1024, 0), (0, NUMEL + 1), (-1024, 0)):
@@ -210,7 +210,7 @@ def test_bad_arguments_are_told_and_break_nothing(tmp_path: Path) -> None:
 # --- faults ------------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_told_before_anything_is_written(mount: Callable[..., Path]) -> None:
+def test_a_full_disk_is_reported_before_anything_is_written(mount: Callable[..., Path]) -> None:
     folder = mount("tmpfs", "size=1m")
     files = {f"h.{index}": FileSpec(NUMEL, "float32") for index in range(3)}
     with pytest.raises(StoreError, match=r"mounted0.*need 1,204,224 bytes and 1,0\d\d,\d\d\d are free .*another disk"):
@@ -220,14 +220,14 @@ def test_a_full_disk_is_told_before_anything_is_written(mount: Callable[..., Pat
         pass
 
 
-def test_a_file_longer_than_the_system_allows_is_told(tmp_path: Path) -> None:
+def test_a_file_longer_than_the_system_allows_is_reported(tmp_path: Path) -> None:
     with limited(resource.RLIMIT_FSIZE, NBYTES - 1), pytest.raises(StoreError, match="the files need 401,408 bytes"):
         FileStore(tmp_path, FILES)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("is_waited_for", [True, False], ids=["waited for", "behind"])
-def test_a_failed_write_stops_everything_and_is_told_ever_after(is_waited_for: bool, tmp_path: Path) -> None:
+def test_a_failed_write_stops_everything_and_is_reported_ever_after(is_waited_for: bool, tmp_path: Path) -> None:
     with FileStore(tmp_path, FILES, block_nbytes=1 << 16) as store:
         with limited(resource.RLIMIT_FSIZE, 1 << 17):  # the first two blocks can be written
             wait = store.write("h.0/float32", 0, NUMEL, filled())
@@ -250,7 +250,7 @@ def test_a_fence_waits_for_what_fails_late(tmp_path: Path, monkeypatch: pytest.M
             store.fence()
 
 
-def test_a_file_that_is_cut_is_told_even_if_it_grows_again(tmp_path: Path) -> None:
+def test_a_file_that_is_cut_is_reported_even_if_it_grows_again(tmp_path: Path) -> None:
     for change in (lambda path: os.truncate(path, 4096), lambda path: path.write_bytes(b"")):
         with FileStore(tmp_path, FILES) as store:
             change(next(tmp_path.rglob("*.flat")))
@@ -275,7 +275,7 @@ def test_a_file_that_is_removed_goes_on_working(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("byte", [0, CHECKED, 399_999, NBYTES])
-def test_checksums_tell_a_changed_bit(byte: int, tmp_path: Path) -> None:
+def test_checksums_report_a_changed_bit(byte: int, tmp_path: Path) -> None:
     with FileStore(tmp_path, FILES, checksums=True) as store:
         store.write("h.0/float32", 0, NUMEL, filled())
         store.fence()
@@ -290,7 +290,7 @@ def test_checksums_tell_a_changed_bit(byte: int, tmp_path: Path) -> None:
             numbers(store)
 
 
-def test_a_path_that_cannot_be_written_to_is_told(tmp_path: Path, mount: Callable[..., Path]) -> None:
+def test_a_path_that_cannot_be_written_to_is_reported(tmp_path: Path, mount: Callable[..., Path]) -> None:
     file = tmp_path / "file"
     file.touch()
     with pytest.raises(StoreError, match="file: Not a directory; pass a folder that this process may make"):
@@ -299,7 +299,7 @@ def test_a_path_that_cannot_be_written_to_is_told(tmp_path: Path, mount: Callabl
         FileStore(mount("tmpfs", "size=1m,ro"), FILES, rank=3)
 
 
-def test_too_many_files_are_told(tmp_path: Path) -> None:
+def test_too_many_files_are_reported(tmp_path: Path) -> None:
     files = {str(index): FileSpec(1, "float32") for index in range(100)}
     with limited(resource.RLIMIT_NOFILE, 60), pytest.raises(StoreError, match="Too many open files; raise the limit"):
         FileStore(tmp_path, files)
@@ -323,7 +323,7 @@ def test_a_folder_that_cannot_be_claimed_is_as_it_was(where: str, tmp_path: Path
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_too_little_memory_is_told_with_the_numbers_before_it_is_taken() -> None:
+def test_too_little_memory_is_reported_with_the_numbers_before_it_is_taken() -> None:
     with pytest.raises(
         MemoryError, match=r"a pool of 4 buffers of 1,099,511,627,776 bytes: needs 4,398,046,511,104 bytes"
     ):
@@ -495,7 +495,7 @@ def test_what_a_killed_job_left_of_more_ranks_and_states_is_refused_or_removed_a
         FileStore(tmp_path, FILES).close()  # nothing is left of what has ended
 
 
-def test_many_folders_are_told_in_one_line(tmp_path: Path) -> None:
+def test_many_folders_are_reported_in_one_line(tmp_path: Path) -> None:
     for rank in range(30):
         folder = tmp_path / f"fzero-rank{rank}"
         folder.mkdir()
@@ -504,7 +504,7 @@ def test_many_folders_are_told_in_one_line(tmp_path: Path) -> None:
         FileStore(tmp_path, FILES)
 
 
-def test_two_runs_with_one_path_are_told_and_harm_each_other_nowhere(tmp_path: Path) -> None:
+def test_two_runs_with_one_path_are_reported_and_harm_each_other_nowhere(tmp_path: Path) -> None:
     with holding(tmp_path, "0.0", "1.0") as first:
         with pytest.raises(
             StoreError, match=rf"fzero-rank0: is in use by process {first.pid} on .*; give each run a path"
@@ -681,7 +681,7 @@ def test_a_store_whose_path_was_removed_leaves_those_that_were_made_there_since(
     ],
     ids=lambda value: " and ".join(value) or "itself" if isinstance(value, dict) else "",
 )
-def test_an_owner_has_ended_only_if_that_can_be_told_here(
+def test_an_owner_has_ended_only_if_that_can_be_reported_here(
     change: dict[str, Any], may_live: bool, tmp_path: Path
 ) -> None:
     owner = replace(Owner.this_process(), **change)
@@ -764,7 +764,7 @@ with FileStore(sys.argv[1], files, state=1):
     assert gone.returncode == 0 and not list(tmp_path.rglob("*.flat"))
 
 
-def test_a_path_that_another_program_has_locked_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_path_that_another_program_has_locked_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fzero.storage.ownership.SECONDS_TO_WAIT", 0.1)
     fd = os.open(tmp_path, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_SH)

@@ -313,7 +313,7 @@ def test_a_read_ahead_that_is_refused_takes_no_buffer(tmp_path: Path) -> None:
         assert mover.pool.num_free == 1
 
 
-def test_what_there_is_no_room_for_is_told_before_anything_is_done(tmp_path: Path) -> None:
+def test_what_there_is_no_room_for_is_reported_before_anything_is_done(tmp_path: Path) -> None:
     def never(group: SubGroup, tensors: list[Tensor]) -> None:
         raise AssertionError
 

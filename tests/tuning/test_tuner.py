@@ -155,7 +155,7 @@ def test_a_configuration_without_a_batch_keeps_its_micro_batches() -> None:
         (3, "autotuning: must be an object, got 3"),
     ],
 )
-def test_a_wrong_block_is_told_with_its_key(block: Any, says: str) -> None:
+def test_a_wrong_block_is_reported_with_its_key(block: Any, says: str) -> None:
     with pytest.raises(ConfigError) as reported:
         autotuning({"autotuning": block})
     assert str(reported.value).startswith(says)
@@ -252,7 +252,7 @@ MISSED = "[rank 1] fzero.comms.axes.CollectiveError: rank 0 died\n[rank 0] Value
         ("", 3, "ended with code 3: it wrote nothing"),
     ],
 )  # fmt: skip
-def test_why_a_run_failed_is_told_in_few_words(log: str, code: int, says: str) -> None:
+def test_why_a_run_failed_is_reported_in_few_words(log: str, code: int, says: str) -> None:
     assert reason(log, code, Request("measure", "", memory=2e9)) == says
 
 
@@ -497,7 +497,7 @@ def test_seconds_left_are_those_of_runs_and_not_of_known_results(
         (["--out", "bad.json/x", "train.py", "--config", "good.json"], 1, "--out: cannot write 'bad.json/x'"),
     ],
 )
-def test_a_mistake_is_told_in_a_line(
+def test_a_mistake_is_reported_in_a_line(
     words: list[str], code: int, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -544,7 +544,7 @@ def test_help_shows_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "fzero tune --num_procs 2 train.py --config c.json" in capsys.readouterr().out
 
 
-def test_the_table_and_the_picture_tell_measured_failed_and_pruned() -> None:
+def test_the_table_and_the_picture_report_measured_failed_and_pruned() -> None:
     found = candidates(KEYS, Autotuning(), 2)[:4]
     rows = (
         TrialResult(found[0], 10**9, 0.1, result=Result("a", "", 0.2, 8, 10**9), trial=0),
