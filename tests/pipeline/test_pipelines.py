@@ -374,7 +374,7 @@ def test_tied_weights_are_summed_over_their_stages_and_stay_equal_bit_for_bit(st
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
 
 
-# --- what is refused, and reported -----------------------------------------------------------------------------------------------
+# --- what is refused, and reported --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
