@@ -233,7 +233,7 @@ class Gathers:
             self.lingering.append(Lingering(key, counter, flat._version, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Drops what modules saw of compressed parameters, and the shards that are being loaded."""
+        """Drops compressed values, and the shards that are being loaded."""
         self._seen.close()
         self._transfer.abandon()
 

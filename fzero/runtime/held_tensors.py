@@ -30,7 +30,7 @@ class Held:
         owner: the parameter or buffer.
         name: of the owner.
         is_buffer: whether the owner is a buffer.
-        size, stride, offset: the elements that it shows, counted from the owner's first; None for all of them, as they are.
+        size, stride, offset: its elements, counted from the owner's first one; None if they are all elements of the owner.
         is_attached: whether its gradient is passed on to the owner.
         is_apart: whether it cannot be made from the owner, because it has elements that the owner lacks, or another dtype.
     """
@@ -64,7 +64,7 @@ class Held:
 
 
 def find_held(model: nn.Module) -> tuple[Held, ...]:
-    """The tensors outside of the model's slots that show its parameters and its persistent buffers."""
+    """The tensors outside of the model's slots that share memory with its parameters or its persistent buffers."""
     slots = list(_slots(model))
     owners = {id(owner): (owner, name, is_buffer) for owner, name, is_buffer, _ in slots}
     found = [

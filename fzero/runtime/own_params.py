@@ -72,7 +72,8 @@ class _Bound(NamedTuple):
 
 
 _BOUND: list[_Bound] = []
-"""Innermost last. Ranks in lockstep are threads that share parameters, and each has its own values."""
+"""The present bindings, the innermost last. Ranks in lockstep are threads that share parameters; each thread has its own
+values."""
 
 
 class HeldStandIn(Tensor):

@@ -58,14 +58,14 @@ class SeenCompressed(SeenParams):
     """The values of the parameters that a plan compresses, by unit.
 
     Args:
-        plan: what compresses each parameter.
+        plan: the compression of each parameter.
         n: the number of updates so far.
         buffers: the module buffers, with the masks.
         units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
 
     Attributes:
         is_on: the parameters that are compressed now.
-        scored: the parameters whose gradient trains scores, also where they are frozen themselves.
+        scored: the parameters whose gradients train scores; these gradients are needed even if the parameters are frozen.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SeenCompressed(SeenParams):
         return found
 
     def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that differ from the parameters, for a model whose parameters are all there."""
+        """The values that differ from the parameters, for a model whose parameters are all gathered."""
         values = self._computed(sorted(self.is_on), full)
         self._masks.clear()  # no backward needs them
         return values

@@ -21,7 +21,7 @@ class SeenParams:
 
     Attributes:
         is_on: the parameters that are compressed now.
-        scored: the parameters whose gradient trains scores, also where they are frozen themselves.
+        scored: the parameters whose gradients train scores; these gradients are needed even if the parameters are frozen.
     """
 
     is_on: Collection[str] = frozenset()
@@ -32,7 +32,7 @@ class SeenParams:
         return {}
 
     def among(self, full: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The values that differ from the parameters, for a model whose parameters are all there."""
+        """The values that differ from the parameters, for a model whose parameters are all gathered."""
         return {}
 
     def forget(self, unit: str) -> dict[str, Tensor]:

@@ -69,7 +69,7 @@ def check_lengths(cfg: Config, plan: TokenDropping | None, compile: str) -> None
 
 
 def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
-    """The layers of a model that drop tokens. Warns of blocks that are for the engine.
+    """The layers of a model that drop tokens. Warns of blocks of the configuration that only an engine uses.
 
     Raises:
         ConfigError: the configuration asks for dropped tokens, and no layer of the model is marked for it.

@@ -84,7 +84,8 @@ class Update(NamedTuple):
     transform_at: Callable[..., Transform]
     """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
     param: StoredTensor
-    """This rank's shard of the model's parameters; if they are gathered off the device (`joins`), all that the rank holds."""
+    """This rank's shard of the model's parameters. If updated shards are all-gathered off the device (`joins`), the rank's
+    whole part."""
     join: Join
 
 
@@ -97,7 +98,7 @@ class Updater:
         shard: the index of this rank's shard in the finest division.
         optimizers, rates: the optimizer and the learning rate of each parameter group; a rate is a function of the number of
             updates so far.
-        momentum: the first beta as such a function, if a schedule changes it.
+        momentum: the first beta as a function of the number of updates so far, if a schedule changes it.
         places: if rounding is stochastic: the index of each flat buffer's first element among all elements.
     """
 
