@@ -131,10 +131,9 @@ def make_train_step(
         checkpoint: the modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the
             backward. A number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks
             all of them, 2 the first, the third and so on. A function of a module's name and the module picks the outermost
-            modules for which
-            it is true. Each should be no larger than a unit, because all parameters that it uses are gathered while its backward
-            runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with generated code: to
-            rounding). With `compile="step"` the model must call each module itself, not its `forward`.
+            modules for which it is true. Each should be no larger than a unit, because all parameters that it uses are gathered
+            while its backward runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with
+            generated code: to rounding). With `compile="step"` the model must call each module itself, not its `forward`.
         compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
             place; if optimizer state lives in other memory, the graph ends before the update, and parameters must be on the
             device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
@@ -215,8 +214,7 @@ class TrainStep:
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: this process' rank, and the number of ranks.
-        mesh: the mesh of all ranks. In a pipeline `plan` is the plan of this rank's stage, and `plan.mesh` is a part of this
-            mesh.
+        mesh: the mesh of all ranks. (In a pipeline `plan` is that of this rank's stage, and `plan.mesh` a part of this mesh.)
         device: the device of the state; batches must be on it, too.
     """
 
@@ -410,8 +408,7 @@ class TrainStep:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
         unchanged. Arguments: see `forward`.
 
-        Use it for evaluation, and for gradients of inputs by autograd or torch.func. While autograd needs gathered parameters
-        for such a gradient, these stay in memory.
+        Use it for evaluation, and for gradients of inputs by autograd or torch.func; these keep gathered parameters in memory.
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
