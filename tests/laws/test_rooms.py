@@ -245,6 +245,10 @@ def test_every_public_name_is_there_and_hides_no_module(module: str) -> None:
     assert module != "fzero" or len(names) <= ROOT_NAMES
 
 
+def test_no_public_name_of_sharding_hides_a_module() -> None:
+    assert not {f"sharding.{name}" for name in public_names("sharding")} & MODULES
+
+
 def loaded_by(*statements: str) -> Iterator[set[str]]:
     """After each statement, the modules of `PACKAGES` that one program has loaded so far."""
     show = f"print(*(name for name in sys.modules if name.partition('.')[0] in {PACKAGES}))"
