@@ -173,9 +173,9 @@ class Reductions:
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).
 
-        The state's own tensor is used if this rank keeps the full gradient, and if the gradient is sent in that tensor's dtype or
-        is added to over more micro-steps first. If that tensor lives in other memory, it is loaded first. In all other cases the
-        buffer is scratch memory.
+        The buffer is the state's own tensor if this rank keeps the full gradient, and if either the tensor has the dtype in
+        which the gradient is sent, or more micro-steps will add to it. A tensor in other memory is loaded first. In all other
+        cases the buffer is scratch memory.
         """
         filling, key = self._filling[unit], buffer.key
         home, send_dtype = self._grads[key], torch_dtype(buffer.flow.send_dtype)

@@ -67,7 +67,7 @@ class Stages(Protocol):
         ...
 
     def micro_batches(self, run: StepRuntime, state: TrainState[Tensor], batch: Any, /) -> list[Any]:
-        """This rank's micro-batches, once all ranks have theirs."""
+        """This rank's micro-batches. Returns when all ranks have their own."""
         ...
 
     def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device, /) -> list[list[Tensor]]:
@@ -115,7 +115,7 @@ class StepRuntime:
         recipe: the arguments of `make_train_step`.
         plan: units, flat buffers and their specs.
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
-        device: where the state is, and batches must be.
+        device: the device of the state; batches must be on it, too.
         scratch: memory for gathered parameters and unreduced gradients.
         offload: makes and checks the state; moves the part of it that lives off the device.
         updater: updates flat buffers.
@@ -259,7 +259,7 @@ class StepRuntime:
 
     @property
     def rank(self) -> int:
-        """This rank's number among those of the plan."""
+        """This rank's number among the ranks of the plan."""
         return self.ranks.rank
 
     @property

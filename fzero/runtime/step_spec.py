@@ -399,7 +399,7 @@ def _check_schedule(schedule: Schedule | None) -> None:
 
 
 def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group: `schedule` scaled by `lr` / `base`, the group's lr over the configuration's."""
+    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
     if schedule is None:
         return lambda n: lr
     if lr == base:
