@@ -359,6 +359,16 @@ def within(tests: Sequence[str], seconds: Mapping[str, float], most: float) -> l
     return taken
 
 
+def failures(log: str) -> list[str]:
+    """The tests that failed, by pytest's short summary. The name of a case may have spaces.
+
+    >>> failures("FAILED tests/a.py::test_b[two nodes] - assert 1 == 2\nERROR tests/c.py::test_d\n1 failed")
+    ['tests/a.py::test_b[two nodes]', 'tests/c.py::test_d']
+    """
+    lines = [line.partition(" ") for line in log.splitlines()]
+    return [rest.partition(" - ")[0] for kind, _, rest in lines if kind in ("FAILED", "ERROR")]
+
+
 def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) -> str:
     """Runs tests in a copy of the tree until one fails; returns its name, "hang" for a run without end, or ""."""
     (tree / "tests.txt").write_text("\n".join(tests))
@@ -378,8 +388,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, timeout: float) 
             job.wait()
     if code is None:
         return "hang"
-    text = (tree / "pytest.log").read_text()
-    failed = [line.split(" ")[1] for line in text.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = failures((tree / "pytest.log").read_text())
     return "" if code in (0, 5) else (failed[0] if failed else f"exit {code}")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from faults import CHOSEN, Fault
-from mutants import ROOT, Mutant, Reached, core_files, draw, find, mutants_of, within
+from mutants import ROOT, Mutant, Reached, core_files, draw, failures, find, mutants_of, within
 
 
 def test_every_chosen_fault_has_its_place_and_leaves_a_program() -> None:
@@ -52,6 +52,11 @@ def test_tests_of_a_line_come_one_of_each_file_in_turn_and_the_quick_ones_first(
         mutant = Mutant("a.py", "f", line, 0, 1, "x", "y", "")
         assert reached.tests_of(mutant) == ["one::b", "two::c", "one::a"]
     assert within(["one::b", "two::c", "one::a"], reached.seconds, 3.0) == ["one::b"]
+
+
+def test_a_failed_case_is_named_with_its_spaces() -> None:
+    log = "....F\nFAILED tests/a.py::test_b[two nodes-3] - AssertionError: a - b\nERROR tests/c.py::test_d\nERROR: not found: x\n"
+    assert failures(log) == ["tests/a.py::test_b[two nodes-3]", "tests/c.py::test_d"]
 
 
 def test_the_core_is_not_empty_and_has_no_doors() -> None:
