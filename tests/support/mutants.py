@@ -362,7 +362,7 @@ def within(tests: Sequence[str], seconds: Mapping[str, float], most: float) -> l
 def failures(log: str) -> list[str]:
     """The tests that failed, by pytest's short summary. The name of a case may have spaces.
 
-    >>> failures("FAILED tests/a.py::test_b[two nodes] - assert 1 == 2\nERROR tests/c.py::test_d\n1 failed")
+    >>> failures("FAILED tests/a.py::test_b[two nodes] - assert 1 == 2\\nERROR tests/c.py::test_d\\n1 failed")
     ['tests/a.py::test_b[two nodes]', 'tests/c.py::test_d']
     """
     lines = [line.partition(" ") for line in log.splitlines()]
