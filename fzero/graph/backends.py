@@ -94,13 +94,12 @@ def mend_reductions() -> None:
     aggregate = CppKernelProxy.aggregate_reduction_buffers
 
     def aggregate_by_tile(kernels: Any, is_by_tile: bool, tiled: Any) -> None:
-        loops = kernels.loop_nest.loops or []
-        inside = (
-            [] if tiled is None or tiled.is_reduction else loops[[loop is tiled for loop in loops].index(True) + 1 :]
-        )
-        aggregate(kernels, is_by_tile or any(loop.is_reduction for loop in inside), tiled)
+        if tiled is not None and not tiled.is_reduction:
+            # Reductions are the innermost loops.
+            is_by_tile |= any(loop.is_reduction for loop in kernels.loop_nest.loops)
+        aggregate(kernels, is_by_tile, tiled)
 
-    CppKernelProxy.aggregate_reduction_buffers = aggregate_by_tile
+    setattr(CppKernelProxy, "aggregate_reduction_buffers", aggregate_by_tile)  # noqa: B010
 
 
 class InductorPass(CustomGraphPass):
