@@ -9,8 +9,8 @@ under valgrind. `make memcheck` runs it.
 Under quarantine.c a test that limits memory, or measures it or time, may fail; what counts is what the malloc writes to
 out/memcheck/quarantine.log, and whether a process is ended by a signal. New memory holds NaN (filled.py), so any other test that
 fails may have read memory that nobody wrote. AddressSanitizer (g++ has it) looks at every access of the kernels that Inductor
-generates, and at no other code. Valgrind (`apt-get install valgrind`) looks at every access of two gloo processes, of which one is
-killed in its last backward.
+generates, and at no other code. Valgrind (`apt-get install valgrind`) looks at every access of two gloo processes, of which one
+is killed in its last backward.
 """
 
 from __future__ import annotations
