@@ -348,8 +348,11 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
             others = [rank for rank in range(axis.size) if rank != source]
             works = _post({}, dict.fromkeys(others, x), axis) if axis.rank == source else _post({source: x}, {}, axis)
             return Pending(label, works, None, x).wait()
+        dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
         with explained(label):
-            dist.broadcast(x, axis.global_rank(source), group=axis.group)
+            dist.broadcast(dense, axis.global_rank(source), group=axis.group)
+        if dense is not x:
+            x.copy_(dense)
     return x
 
 

@@ -10,6 +10,7 @@ The pinning uses private parts of PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -61,6 +62,7 @@ def _inductor(
     """Inductor with the passes among its own."""
     from torch._inductor.compile_fx import compile_fx
 
+    mend_reductions()
     placeholders = module.graph.find_nodes(op="placeholder")
     scheduled: list[Graph] = []
     patches = {
@@ -77,6 +79,27 @@ def _inductor(
     with torch.no_grad():
         compiled: Any = compile_fx(module, [node.meta["val"] for node in placeholders], config_patches=patches)
     return lambda tensors: compiled(*tensors), scheduled[-1]
+
+
+@cache
+def mend_reductions() -> None:
+    """Makes Inductor store the last tile of a reduction no wider than it is, in all that this process compiles from here on.
+
+    On the CPU, PyTorch stores a whole vector there if the reduction is not the next loop inside the tiled one: past the end of
+    the tensor, into memory of others, or over the next row. PyTorch 2.13 mended that for one tiled loop (pytorch #183699), a
+    later version may for two (#196882). Its two ways of storing remain; this chooses between them.
+    """
+    from torch._inductor.codegen.cpp import CppKernelProxy
+
+    aggregate = CppKernelProxy.aggregate_reduction_buffers
+
+    def aggregate_by_tile(kernels: Any, is_by_tile: bool, tiled: Any) -> None:
+        if tiled is not None and not tiled.is_reduction:
+            # Reductions are the innermost loops.
+            is_by_tile |= any(loop.is_reduction for loop in kernels.loop_nest.loops)
+        aggregate(kernels, is_by_tile, tiled)
+
+    setattr(CppKernelProxy, "aggregate_reduction_buffers", aggregate_by_tile)  # noqa: B010
 
 
 class InductorPass(CustomGraphPass):

@@ -16,6 +16,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
+from fzero.graph.backends import mend_reductions
 from fzero.runtime.module_changes import own_forward, replaced_forwards, with_own_code
 from fzero.runtime.own_params import as_plain
 
@@ -33,6 +34,8 @@ class CompiledBlocks:
         self, names: Sequence[str], backend: Literal["inductor", "aot_eager"], *, num_lengths: int = 0
     ) -> None:
         self.names, self._num_lengths = tuple(names), num_lengths
+        if backend == "inductor":
+            mend_reductions()
         # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)

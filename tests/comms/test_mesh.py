@@ -9,8 +9,11 @@ from typing import Any
 import optree
 import pytest
 import torch
+from ranks import RankPool
 from torch import Tensor
 
+import fzero
+from fzero.comms import collectives
 from fzero.comms.axes import LockstepAxis
 from fzero.comms.codecs import quantize
 from fzero.comms.compression import compressed, error_feedback, reset_every
@@ -138,3 +141,16 @@ def test_a_held_sum_is_added_in_its_own_dtype_before_the_replicas_are_summed() -
     for rank, found in enumerate(in_lockstep(HYBRID, with_held, full_W, held_W)):
         other = (rank + 2) % 4
         assert torch.equal(found, sums[min(rank, other)] + sums[max(rank, other)])
+
+
+def _of_rank_0() -> list[list[Any]]:
+    axis = fzero.join()
+    orders = torch.zeros(2, 3, 4) if axis.rank else torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0)
+    column = torch.arange(10.0).view(5, 2)[:, 0] + 100 * axis.rank
+    column = torch.stack([column, column + 50], dim=1)[:, 0]  # every other element of its memory
+    return [collectives.broadcast(x, axis).tolist() for x in (orders, column)]
+
+
+def test_a_broadcast_goes_by_indices_and_not_by_memory(ranks: RankPool) -> None:
+    expected = [torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0).tolist(), [0, 2, 4, 6, 8]]
+    assert ranks(2, _of_rank_0) == [expected] * 2

@@ -6,6 +6,7 @@ import cProfile
 import gc
 import hashlib
 import operator
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -728,16 +729,23 @@ def test_the_schedule_runs_as_it_is(fake_group: None) -> None:
     assert liveness(graph).peak_gathered_numel == 32
 
 
-def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the calls that it writes, without the kernels, which take long to compile."""
-    from torch._inductor import config as inductor
+def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -> tuple[Graph, str]:
+    """The graph, and the code that Inductor writes for vectors of so many bits (0: none). Compiling it would take long."""
+    from torch._inductor import config as inductor, cpu_vec_isa
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.utils import run_and_get_code
 
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: None)
-    traced = tracing.trace(*compiled_step(), nn.Module())
-    with inductor.patch({"cpp.vec_isa_ok": False, "force_disable_caches": True}):  # no compiler is asked what it can do
-        (_, graph), (code, *_) = run_and_get_code(make_runner, "inductor", traced.module, PassOptions())
+    # No compiler is asked what it can do.
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: [cpu_vec_isa.VecAVX2()] * (num_bits == 256))
+    with inductor.patch({"cpp.simdlen": num_bits, "cpp.vec_isa_ok": True, "force_disable_caches": True}):
+        (_, graph), (code, *_) = run_and_get_code(make_runner, "inductor", module, PassOptions())
+    return graph, code
+
+
+def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order of the calls that it writes."""
+    graph, code = written(tracing.trace(*compiled_step(), nn.Module()).module, monkeypatch, num_bits=0)
     calls = {
         "= torch.ops._c10d_functional.all_gather_into_tensor.default(": "+",
         "= torch.ops._c10d_functional.reduce_scatter_tensor.default(": "-",
@@ -774,6 +782,32 @@ def test_inductor_compiles_the_kernels_of_a_step(fake_group: None) -> None:
     traced = tracing.trace(step, args, nn.Module())
     run, _ = make_runner("inductor", traced.module, PassOptions())
     traced.call(run, optree.tree_leaves(args))
+
+
+def channels_last() -> Tensor:
+    return torch.linspace(-1, 1, 8 * 18 * 18).view(1, 18, 18, 8).permute(0, 3, 1, 2)
+
+
+def summed_between_tiles(x: Tensor) -> Tensor:
+    """A sum over the innermost of three loops; the outermost (18) is in vectors, too, of which the last is not full."""
+    gelu = 0.5 * x * (torch.erf(x * 0.7071067811865476) + 1)
+    columns = F.pad(gelu.permute(3, 2, 1, 0), (0, 0, 0, 10), value=0.5)
+    return F.pad(gelu, (0, 0, 0, 0, 0, 10), value=0.5) @ columns
+
+
+def test_inductor_stores_the_last_tile_of_a_reduction_no_wider_than_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tracing.trace(summed_between_tiles, (channels_last(),), nn.Module()).module
+    _, code = written(module, monkeypatch, num_bits=256)
+    stores = re.findall(r"acc0_vec\.store\(out_ptr0 \+ static_cast<int64_t>\(x0 \+ 18L\*x1\)(.*)\);", code)
+    assert stores == ["", ", static_cast<int64_t>(2L)"]  # 18 are two vectors of 8, and two
+
+
+@pytest.mark.long
+def test_a_sum_between_tiles_that_inductor_compiles_is_right(fake_group: None) -> None:
+    x = channels_last()
+    traced = tracing.trace(summed_between_tiles, (x,), nn.Module())
+    run, _ = make_runner("inductor", traced.module, PassOptions())
+    torch.testing.assert_close(traced.call(run, [x]), summed_between_tiles(x))
 
 
 def trace(step: Callable[..., Any], *args: Tensor) -> Any:

@@ -1,13 +1,16 @@
-"""The tests under a malloc that finds stale writes (quarantine.c), then chosen jobs under valgrind. `make memcheck` runs it.
+"""The tests under a malloc that finds stale writes (quarantine.c), then Inductor's kernels under AddressSanitizer and chosen jobs
+under valgrind. `make memcheck` runs it.
 
     python tests/support/memcheck.py                                  everything; hours on two cores
-    python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and no valgrind
+    python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and nothing else
+    python tests/support/memcheck.py --kernels                        AddressSanitizer only
     python tests/support/memcheck.py --valgrind                       valgrind only: about a quarter of an hour
 
 Under quarantine.c a test that limits memory, or measures it or time, may fail; what counts is what the malloc writes to
 out/memcheck/quarantine.log, and whether a process is ended by a signal. New memory holds NaN (filled.py), so any other test that
-fails may have read memory that nobody wrote. Valgrind (`apt-get install valgrind`) looks at every
-access of two gloo processes, of which one is killed in its last backward.
+fails may have read memory that nobody wrote. AddressSanitizer (g++ has it) looks at every access of the kernels that Inductor
+generates, and at no other code. Valgrind (`apt-get install valgrind`) looks at every access of two gloo processes, of which one
+is killed in its last backward.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ SIMPLE = {  # instructions that valgrind knows
     "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
     "OMP_NUM_THREADS": "1",
 }
+KERNELS = ("tests/graph", "tests/comms/test_primitives.py")
 CORRUPTED = ("malloc():", "free():", "corrupted", "Segmentation fault", "Fatal Python error")
 
 
@@ -63,6 +67,28 @@ def quarantine(tests: list[str]) -> list[str]:
     return found
 
 
+def kernels() -> list[str]:
+    """Runs the tests that compile Inductor's kernels, with AddressSanitizer in these; returns what was found."""
+    compiler, log = OUT / "asan-g++", OUT / "asan"
+    compiler.write_text('#!/bin/sh\nunset LD_PRELOAD\nexec g++ -fsanitize=address -g "$@"\n')
+    compiler.chmod(0o755)
+    for old in OUT.glob("asan.*"):
+        old.unlink()
+    paths = [["g++", f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so")]
+    libraries = [subprocess.run(path, check=True, capture_output=True, text=True).stdout.strip() for path in paths]
+    environment = os.environ | {
+        "CXX": str(compiler),
+        "LD_PRELOAD": " ".join(libraries),
+        "ASAN_OPTIONS": f"detect_leaks=0:handle_segv=0:log_path={log}",
+    }
+    command = [sys.executable, "-m", "pytest", "-rf", "-k", "inductor or generated_code", *KERNELS]
+    with tempfile.TemporaryDirectory() as folder, (OUT / "kernels.log").open("w") as out:
+        environment["TORCHINDUCTOR_CACHE_DIR"] = folder  # no kernel that was compiled before
+        code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
+    found = [line for report in OUT.glob("asan.*") for line in report.read_text().splitlines() if "ERROR: " in line]
+    return found + ([f"the tests of kernels ended with {code}: see {OUT / 'kernels.log'}"] if code else [])
+
+
 def valgrind() -> list[str]:
     """Runs `memcheck_job.py` on two ranks under valgrind; returns what was found."""
     with socket.socket() as free:
@@ -88,13 +114,17 @@ def valgrind() -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", nargs="+", default=[], help="tests as pytest names them; all by default")
+    parser.add_argument("--kernels", action="store_true", help="Inductor's kernels under AddressSanitizer only")
     parser.add_argument("--valgrind", action="store_true", help="valgrind only")
     args = parser.parse_args()
-    if not args.tests and shutil.which("valgrind") is None:
+    if not args.tests and not args.kernels and shutil.which("valgrind") is None:
         parser.error("valgrind: must be installed (apt-get install valgrind), or pass --tests")
     OUT.mkdir(parents=True, exist_ok=True)
-    found = [] if args.valgrind else quarantine(args.tests)
-    if not args.tests:
+    is_all = not (args.tests or args.kernels or args.valgrind)
+    found = quarantine(args.tests) if args.tests or is_all else []
+    if args.kernels or is_all:
+        found += kernels()
+    if args.valgrind or is_all:
         found += valgrind()
     print("\n".join(found) or "memcheck: nothing was found")
     return bool(found)
