@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from struct import Struct
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from sharding.views import dtype_name, torch_dtype
 FIRST = 4096
 """The bytes of the first message of a route."""
 _ALIGNED = 64
-_NUM_SIZES = 8
+_NUM_SIZES, _SIZES = 8, Struct("=3q")
 """The 64-bit numbers at the start of a block: bytes of the message, bytes of its form, number of the micro-batch; then zeros."""
 
 
@@ -96,8 +97,10 @@ class Received(NamedTuple):
 class Ways:
     """The ranks of all stages, for messages to a later stage (`up`) and to an earlier one (`down`).
 
-    On gloo both are one axis. NCCL runs what two ranks do with each other in the order in which it was started. With a group for
-    each direction, a rank there only sends to another or only receives, in the order that `check_order` proves for both sides.
+    Each direction has a process group of its own. On NCCL, which runs what two ranks do with each other in the order in which it
+    was started, a rank only sends to another in such a group or only receives, in the order that `check_order` proves for both
+    sides. On gloo, whose own thread tries again and again to read while another thread sends on the same connection, that thread
+    does not take the processor from the one that sends.
     """
 
     up: Bound
@@ -143,6 +146,8 @@ class Mailbox:
     _expected: defaultdict[int, deque[Expected]] = field(default_factory=lambda: defaultdict(deque))
     _coming: dict[int, tuple[Expected, Pending]] = field(default_factory=dict)
     _forms: dict[bytes, Any] = field(default_factory=dict)
+    _heads: dict[Route, tuple[Any, int, int, Tensor]] = field(default_factory=dict)
+    """By route, the form of the last message that was sent, and what `_head` made of it."""
 
     def expect(self, messages: Sequence[Expected]) -> None:
         """Names the messages that this rank will receive, each peer's in the order in which that stage sends them."""
@@ -161,25 +166,19 @@ class Mailbox:
             ValueError: the tree holds something that cannot be sent.
         """
         tensors: list[Tensor] = []
-        form = (_form_of(tree, tensors, message.route.chunk), [_tensor_form(x) for x in tensors])
-        packed = pack((form[0], [tuple(one) for one in form[1]]))
-        start = _aligned(8 * _NUM_SIZES + len(packed))
-        nbytes = start + sum(_aligned(one.nbytes) for one in form[1])
+        form = _form_of(tree, tensors, message.route.chunk), [_tensor_form(x) for x in tensors]
+        start, nbytes, head = self._head(message, form)
         usual = self._sent_nbytes.get(message.route, FIRST)
         fits = nbytes <= usual and (usual == FIRST or usual <= 2 * nbytes)
         block = torch.empty(usual if fits else nbytes, dtype=torch.uint8, device=self.device)
-        sizes = [nbytes, len(packed), message.micro_batch, *[0] * (_NUM_SIZES - 3)]
-        block[: 8 * _NUM_SIZES].view(torch.int64).copy_(torch.tensor(sizes))
-        block[8 * _NUM_SIZES : 8 * _NUM_SIZES + len(packed)].copy_(
-            torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        )
+        block[: len(head)].copy_(head)
         for x, target in zip(tensors, _tensors_in(block, start, form[1]), strict=True):
             target.copy_(x.detach())
         label, axis = message.label("to"), self.ways.to(message.peer)
         started = list[Pending]()
         if not fits:
             first = torch.zeros(usual, dtype=torch.uint8, device=self.device)
-            first[: 8 * _NUM_SIZES].copy_(block[: 8 * _NUM_SIZES])
+            first[: 8 * _NUM_SIZES].copy_(head[: 8 * _NUM_SIZES])
             started.append(collectives.start_send(first, message.peer, axis, label=label))
             self._sent_nbytes[message.route] = max(nbytes, FIRST)
         started.append(collectives.start_send(block, message.peer, axis, label=label))
@@ -191,21 +190,24 @@ class Mailbox:
         assert found.message == message, f"expects {found}, asked for {message}"
         block = pending.wait()
         self._free(message.peer, found.num_received)
-        nbytes, numel, micro_batch = block[: 8 * _NUM_SIZES].view(torch.int64)[:3].tolist()
+        head = _bytes_of(block[:FIRST])
+        nbytes, numel, micro_batch = _SIZES.unpack_from(head)
         usual = block.numel()
         if nbytes > usual or not (usual == FIRST or usual <= 2 * nbytes):
             block = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             label = message.label("from")
             block = collectives.start_receive(block, message.peer, self.ways.of(message.peer), label=label).wait()
+            head = _bytes_of(block[:FIRST])
             self._received_nbytes[message.route] = max(nbytes, FIRST)
         assert micro_batch == message.micro_batch, f"stage {message.peer} sent micro-batch {micro_batch}: {message}"
         self._start_next(message.peer)
-        content = block[8 * _NUM_SIZES : 8 * _NUM_SIZES + numel].cpu().numpy().tobytes()
+        stop = 8 * _NUM_SIZES + numel
+        content = (head if stop <= FIRST else _bytes_of(block[:stop]))[8 * _NUM_SIZES : stop]
         if content not in self._forms:
             tree, found_forms = unpack(content)
             self._forms[content] = tree, [TensorForm(*one) for one in found_forms]
         tree, forms = self._forms[content]
-        tensors = list(_tensors_in(block, _aligned(8 * _NUM_SIZES + numel), forms))
+        tensors = list(_tensors_in(block, _aligned(stop), forms))
         return Received(tensors, [one.requires_grad for one in forms], tree)
 
     def end(self) -> None:
@@ -223,6 +225,20 @@ class Mailbox:
         self._expected.clear()
         return left
 
+    def _head(self, message: Message, form: tuple[Any, list[TensorForm]]) -> tuple[int, int, Tensor]:
+        """Where the tensors of a message begin, its bytes, and the start of its block: sizes and form (uint8, on the CPU)."""
+        known = self._heads.get(message.route)
+        if known is None or known[0] != form:
+            packed = pack((form[0], [tuple(one) for one in form[1]]))
+            start = _aligned(8 * _NUM_SIZES + len(packed))
+            nbytes = start + sum(_aligned(one.nbytes) for one in form[1])
+            sizes = _SIZES.pack(nbytes, len(packed), message.micro_batch).ljust(8 * _NUM_SIZES, b"\0")
+            known = form, start, nbytes, torch.frombuffer(bytearray(sizes + packed), dtype=torch.uint8)
+            self._heads[message.route] = known
+        _, start, nbytes, head = known
+        head[: 8 * _NUM_SIZES].view(torch.int64)[2] = message.micro_batch
+        return start, nbytes, head
+
     def _free(self, peer: int, num_received: int) -> None:
         """Frees the blocks of the first so many messages to a peer."""
         while self._num_received[peer] < num_received:
@@ -236,6 +252,11 @@ class Mailbox:
             block = torch.empty(numel, dtype=torch.uint8, device=self.device)
             label = expected.message.label("from")
             self._coming[peer] = expected, collectives.start_receive(block, peer, self.ways.of(peer), label=label)
+
+
+def _bytes_of(x: Tensor) -> bytes:
+    found: bytes = x.cpu().numpy().tobytes()
+    return found
 
 
 def _end(started: Sequence[Pending]) -> None:

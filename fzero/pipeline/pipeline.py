@@ -119,7 +119,7 @@ class Pipeline:
         }  # fmt: skip
         check_same(world, {"configuration": recipe.fingerprint_of_config, "pipeline": arguments})
         _check_groups(recipe, layers, axis)
-        ways = Ways(axis, once_more(axis) if run.device.type == "cuda" else axis)
+        ways = Ways(axis, once_more(axis))
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]

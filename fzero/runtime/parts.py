@@ -55,6 +55,8 @@ class AccumulationWindow(NamedTuple):
     number of module buffers that changed for the first time), shape (W, 5)."""
     is_sum: bool = False
     """Whether losses are sums."""
+    is_bound: bool = False
+    """Whether the model is inside `bound_to` for all forwards and backwards, so that none of them enters it again."""
 
 
 # --- a step on a batch -------------------------------------------------------------------------------------------
@@ -461,6 +463,9 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
+    if window.is_bound:
+        yield
+        return
     with (
         run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),

@@ -130,7 +130,7 @@ class Updater:
             ValueError: a learning rate is no finite number.
         """
         rates = [rate(num_updates) for rate in self.rates]
-        if not all(isinstance(rate, SupportsFloat) and math.isfinite(rate) for rate in rates):
+        if not all(isinstance(rate, (int, float, SupportsFloat)) and math.isfinite(rate) for rate in rates):
             raise ValueError(
                 f"learning rate: must be a finite number for every parameter group and update, got {rates} after {num_updates} "
                 f"updates; change the schedule (lr_schedule), or the values written into param_groups"
