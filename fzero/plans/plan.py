@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -365,7 +366,7 @@ def plan(
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
-    order = in_two_numbers(order) if callable(order) else order
+    order = cache(in_two_numbers(order)) if callable(order) else order  # many flat buffers, few lengths
     planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
