@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 import fzero.optim as optim

@@ -146,9 +146,7 @@ class ReshardPlan:
         alike = process, *flow.geometry
         if alike not in self._latest:
             self._latest.clear()
-            self._latest[alike] = tuple(
-                merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process)))
-            )
+            self._latest[alike] = tuple(merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process))))
         return iter(self._latest[alike])
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
