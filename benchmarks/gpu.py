@@ -14,13 +14,15 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import CARD, PARTS, TINY, TOTAL
+from gpu_parts import CARD, PARTS, RANKS, TINY, TOTAL
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
 
@@ -47,16 +49,25 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
         return {"not_run": f"no time left of {TOTAL} s"}
     if name == "DeepSpeed 2" and importlib.util.find_spec("deepspeed") is None:
         return {"not_run": "deepspeed is not installed"}
+    if name in RANKS and options.cards < 2:
+        return {"not_run": f"needs two cards, and this machine has {options.cards}"}
     answer = options.out / "part.json"
     answer.unlink(missing_ok=True)
     command = [sys.executable, __file__, "--part", name, "--out", str(options.out)]
     command += ["--tiny"] * options.tiny
-    try:
-        done = subprocess.run(command, timeout=seconds, capture_output=True, text=True)
-    except subprocess.TimeoutExpired:
-        return {"passed": False, "error": f"took more than {seconds:.0f} s"}
+    # In a session of its own, so that the ranks and compilers that it starts end with it.
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as part:
+        try:
+            stderr = part.communicate(timeout=seconds)[1]
+        except subprocess.TimeoutExpired:
+            return {"passed": False, "error": f"took more than {seconds:.0f} s"}
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(part.pid, signal.SIGKILL)
     if not answer.exists():
-        return {"passed": False, "error": (done.stderr.strip() or f"exit {done.returncode}").splitlines()[-1][:500]}
+        return {"passed": False, "error": (stderr.strip() or f"exit {part.returncode}").splitlines()[-1][:500]}
     result: dict[str, Any] = json.loads(answer.read_text())
     return result
 
@@ -92,6 +103,12 @@ def page(results: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write(results: dict[str, Any], folder: Path) -> None:
+    """Both files anew; parts that were not reached are named."""
+    (folder / "results.json").write_text(json.dumps(results, indent=1))
+    (folder / "report.md").write_text(page(results))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="fzero's laws and speed on a card.")
     parser.add_argument("--parts", help=f"names, joined by ;, of: {'; '.join(PARTS)}")
@@ -117,14 +134,19 @@ def main() -> int:
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     options.until = time.time() + TOTAL
+    options.cards = 2 if options.tiny else results["machine"]["cards"]
     names = options.parts.split(";") if options.parts else list(PARTS)
-    for name in names:
-        start = time.time()
-        part = run_part(name, options)
-        results["parts"][name] = part | {"seconds": time.time() - start}
-        (options.out / "results.json").write_text(json.dumps(results, indent=1))
-        (options.out / "report.md").write_text(page(results))
-        print(f"{name}: {verdict(part)}", flush=True)
+    results["parts"] = {name: {"not_run": "interrupted before it", "seconds": 0.0} for name in names}
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt):
+        for name in names:
+            start = time.time()
+            results["parts"][name] = {"not_run": "interrupted in it", "seconds": 0.0}
+            part = run_part(name, options)
+            results["parts"][name] = part | {"seconds": time.time() - start}
+            write(results, options.out)
+            print(f"{name}: {verdict(part)}", flush=True)
+    write(results, options.out)
     print((options.out / "report.md").read_text())
     return int(any(part.get("passed") is False for part in results["parts"].values()))
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpu_ranks import between_ranks, hang
+
 MEGA = 1 << 20
 
 
@@ -44,7 +46,9 @@ ADAMW = {"type": "AdamW", "params": {"lr": 1e-3}}
 SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 
-def small_training(device: str, num_steps: int = 4, folder: Path | None = None, **how: Any) -> dict[str, Any]:
+def small_training(
+    device: str, num_steps: int = 4, folder: Path | None = None, rank: int = 0, **how: Any
+) -> dict[str, Any]:
     """The losses and the weights of a small GPT, trained by fzero; with a folder it is saved and resumed half-way."""
     import torch
     from gpt import GPT, Size, make_batch
@@ -71,7 +75,7 @@ def small_training(device: str, num_steps: int = 4, folder: Path | None = None, 
             fzero.save(state, folder, step=step)
             step = made()
             state = fzero.load(folder, step=step).state
-        batch = tuple(x.to(device) for x in make_batch(size, step=number, rank=0))
+        batch = tuple(x.to(device) for x in make_batch(size, step=number, rank=rank))
         state, metrics = step(state, batch)
         losses.append(metrics.loss)
     return {"losses": [float(x) for x in losses], "weights": {k: x.cpu() for k, x in step.gather(state).items()}}
@@ -398,7 +402,6 @@ LAWS: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
     "checkpoint": (checkpoint, 40),
 }
 SPEED: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
-    "compiled": (compiled, 100),
     "plain, compiled": (plain_contender, 60),
     "fzero, stage 0": (fzero_contender(0, None), 40),
     "fzero, stage 0, block": (fzero_contender(0, "block"), 60),
@@ -406,8 +409,14 @@ SPEED: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
     "fzero, stage 3, step": (fzero_contender(3, "step"), 100),
     "FSDP2, compiled": (fsdp2_contender, 60),
     "DeepSpeed 2": (deepspeed_contender, 60),
+    "compiled": (compiled, 100),
     "largest": (largest, 90),
 }
-PARTS = LAWS | SPEED
+RANKS: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
+    "between ranks": (between_ranks, 60),
+    "hang": (hang, 80),
+}
+"""Parts that need two cards."""
+PARTS = LAWS | SPEED | RANKS
 TOTAL = 600
 """Seconds for all parts; one that has no time left is named as not run."""

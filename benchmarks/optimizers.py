@@ -26,7 +26,8 @@ from fzero.common import print_report
 from sharding import FlatLayout
 
 Update = Callable[[], object]
-GROUPS = ("memory", "PyTorch", "fzero, fp32", "fzero, 16 bits")
+GROUPS = {"memory": "#b5bfc9", "PyTorch": "#4f6d8f", "fzero, fp32": "#d9622b", "fzero, 16 bits": "#e8965f"}
+"""The colour of each group."""
 
 
 def transform_update(
@@ -139,10 +140,10 @@ def draw(runs: dict[str, tuple[str, int, Update]], rates: dict[str, float], copy
     figure = Figure(figsize=(9, 5.4), layout="constrained")
     axes = figure.subplots()
     names = list(runs)[::-1]
-    for index, group in enumerate(GROUPS):
+    for group, colour in GROUPS.items():
         own = [name if runs[name][0] == group else None for name in names]
         places = [place for place, name in enumerate(own) if name]
-        axes.barh(places, [rates[name] for name in own if name], color=f"C{index}", label=group)
+        axes.barh(places, [rates[name] for name in own if name], color=colour, label=group)
     for place, name in enumerate(names):
         number = f"{rates[name]:.0f}" if rates[name] >= 1 else f"{rates[name]:.1g}"
         behind = {"facecolor": "white", "edgecolor": "none", "pad": 1}
@@ -150,8 +151,8 @@ def draw(runs: dict[str, tuple[str, int, Update]], rates: dict[str, float], copy
     axes.axvline(copy, color="0.3", linestyle="--", linewidth=1)
     axes.annotate(" a copy", (copy, len(names) - 0.4), color="0.3", fontsize=9)
     axes.set_yticks(range(len(names)), names)
-    axes.set_xlabel("GB/s, of the bytes that the update must read and write  (longer is faster →)")
-    axes.set_title("Updates beside the memory's bandwidth", pad=16)
+    axes.set_xlabel("GB/s of the bytes that the update must read and write:  faster →")
+    axes.set_title("Updates beside the bandwidth of memory: a longer bar is a faster update", loc="left", pad=16)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="lower right", frameon=False)
     return figure

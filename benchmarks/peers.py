@@ -10,7 +10,8 @@ A contender is a job of two ranks with one thread each, so its peak resident mem
 alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
 backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
 by their ratios to it. The efficiency is the bare model's forward and backward over the step. Writes a table,
-`results.json`, `peers.png` and the contenders' logs. With --compile the peak is that of the steps after the warm-up.
+`results.json`, `peers.png` and the contenders' logs. Runs of
+some stages each are joined by `--join FOLDER FOLDER`. With --compile the peak is that of the steps after the warm-up.
 """
 
 import argparse
@@ -210,51 +211,47 @@ def warnings(rows: list[Row], dtype: str) -> Iterator[str]:
             yield f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the others' {middle:.5f}"
 
 
-COLOURS = {"PyTorch's own": "#4f6d8f", "DeepSpeed": "#b5bfc9", "fzero": "#d9622b"}
-SHADES = {"fzero block": "#e8965f", "fzero step": "#8f3a12", "fzero engine": "#e8965f"}
-
-
-def kind_of(contender: str) -> str:
-    """Whose it is: the colour of its bars."""
-    name = contender.removesuffix(" + compile")
-    return name if name in {**COLOURS, **SHADES} else "PyTorch's own"
+COLOURS = {"fzero": "#d9622b", "fzero engine": "#8c8c8c", "fzero block": "#e8965f", "fzero step": "#8f3a12"}
 
 
 def draw(rows: list[Row], path: Path) -> None:
-    """Per size: step times over the floor of the stage, and below them peak memory. Shorter bars are better in both."""
+    """fzero's step time and peak memory by stage, each over the best peer's: a bar below the line is better than every peer."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    sizes = list(dict.fromkeys(row.size for row in rows))
-    bars = [row for row in rows if row.to_floor and not row.is_bound]
-    colours = {kind: {**COLOURS, **SHADES}[kind] for kind in dict.fromkeys(kind_of(row.contender) for row in bars)}
-    figure, axes = pyplot.subplots(2, len(sizes), figsize=(7.5 * len(sizes), 7), squeeze=False, layout="constrained")
-    for size, (times, memory) in zip(sizes, axes.T):
-        stages, place = dict[float, str](), 0.0
-        for stage in sorted({row.stage for row in bars if row.size == size}):
-            of_stage = [row for row in bars if (row.size, row.stage) == (size, stage)]
-            peer = next((row.contender for row in of_stage if kind_of(row.contender) == "PyTorch's own"), "")
-            stages[place + (len(of_stage) - 1) / 2] = f"stage {stage}\n{peer.removesuffix(' + compile')}"
-            for row in of_stage:
-                how = {"width": 0.86, "color": colours[kind_of(row.contender)]}
-                times.bar(place, row.to_floor, **how)
-                times.annotate(f"{row.median_ms:.0f}", (place, row.to_floor), ha="center", va="bottom", fontsize=8)
-                memory.bar(place, row.peak_mb, **how)
-                memory.annotate(f"{row.peak_mb:.0f}", (place, row.peak_mb), ha="center", va="bottom", fontsize=8)
-                place += 1
-            place += 0.8
-        times.axhline(1, color="black", linewidth=1.2)
-        times.annotate(" floor", (place - 0.9, 1.02), ha="left", va="bottom", fontsize=9)
-        times.set(title=size, ylabel="step time / floor (shorter is faster)\non the bars: ms")
-        memory.set(ylabel="peak memory of a rank\nMB (shorter is better)")
-        for axis in (times, memory):
-            axis.set_xticks(list(stages), list(stages.values()))
-            axis.tick_params(axis="x", length=0)
-            axis.spines[["top", "right"]].set_visible(False)
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in colours.values()]
-    figure.legend(handles, list(colours), loc="outside upper center", ncols=len(colours), frameon=False, fontsize=11)
+    measured = [row for row in rows if row.median_ms and row.peak_mb and not row.is_bound]
+    figure, both = pyplot.subplots(1, 2, figsize=(13, 4.2), layout="constrained")
+    for axes, what, unit in zip(both, ("median_ms", "peak_mb"), ("ms", "MB")):
+        ticks, place = dict[float, str](), 0.0
+        for size, stage in dict.fromkeys((row.size, row.stage) for row in measured):
+            of_stage = [row for row in measured if (row.size, row.stage) == (size, stage)]
+            peers = [row for row in of_stage if not row.contender.startswith("fzero")]
+            own = [row for row in of_stage if row not in peers]
+            if not own or not peers:
+                continue
+            best = min(peers, key=lambda row: getattr(row, what))
+            if not stage and place:
+                place += 0.6  # between two sizes
+            name = best.contender.removesuffix(" + compile").replace("ZeroRedundancyOptimizer", "ZeRO-opt.")
+            ticks[place + 0.9 * (len(own) - 1) / 2] = f"{size}\nstage {stage}\n{name}\n{getattr(best, what):.0f} {unit}"
+            for row in own:
+                ratio = getattr(row, what) / getattr(best, what)
+                axes.bar(place, ratio, width=0.8, color=COLOURS[row.contender], label=row.contender)
+                how = {"ha": "center", "va": "top", "xytext": (0, -12), "textcoords": "offset points", "color": "white"}
+                axes.annotate(f"{ratio:.2f}", (place, ratio), fontsize=9, **how)
+                place += 0.9
+            place += 0.3
+        axes.axhline(1, color="black", linewidth=1.2)
+        title = "step time" if unit == "ms" else "peak memory of a rank"
+        axes.set_title(f"{title} / that of the best peer; below the line is better", loc="left", fontsize=11)
+        axes.set_xticks(list(ticks), list(ticks.values()), fontsize=8)
+        axes.tick_params(axis="x", length=0)
+        axes.spines[["top", "right"]].set_visible(False)
+    handles = dict(zip(*reversed(both[0].get_legend_handles_labels())))
+    if len(handles) > 1:
+        figure.legend(handles.values(), handles, loc="outside upper center", ncols=len(handles), frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -276,6 +273,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)")
     parser.add_argument("--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)")
+    joined = "run nothing: one table and picture of runs whose folders these are, and of their results alone"
+    parser.add_argument("--join", type=Path, nargs="+", metavar="FOLDER", help=joined)
     parser.add_argument("--quick", action="store_true", help="the small size, 2 rounds of 3 steps")
     arguments = parser.parse_args()
     if arguments.quick:
@@ -283,8 +282,20 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def join(folders: list[Path], out: Path) -> None:
+    """The table and the picture of several runs, say of two stages each."""
+    rows = [Row(**row) for folder in folders for row in json.loads((folder / "results.json").read_text())["rows"]]
+    rows.sort(key=lambda row: (list(SIZES).index(row.size), row.stage))
+    for size in dict.fromkeys(row.size for row in rows):
+        print_report(make_table(size, [row for row in rows if row.size == size]))
+    out.mkdir(parents=True, exist_ok=True)
+    draw(rows, out / "peers.png")
+
+
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.join:
+        return join(arguments.join, arguments.out)
     os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
     console = Console()
     rows: list[Row] = []

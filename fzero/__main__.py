@@ -13,12 +13,8 @@ from typing import Any
 from rich.table import Table
 
 from fzero import ConfigWarning
-from fzero.checkpoint import convert_deepspeed, export, export_deepspeed
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, print_result, profile_model
-from fzero.config.reference import reference
 from fzero.config.table import ShownConfig
-from fzero.profiling import machine as machine_report
-from fzero.tuning.cli import run, tune
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
        fzero COMMAND …                       one of the commands below; fzero COMMAND --help explains it
@@ -48,6 +44,8 @@ def show_config(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.reference:
+        from fzero.config.reference import reference  # no command loads what only another one needs
+
         print(reference(), end="")
         return 0
     if given.file is None:
@@ -92,6 +90,7 @@ def export_weights(arguments: list[str]) -> int:
     if given.format == formats[0] and given.torch_optimizer:
         parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
     before = _files_in(given.out)
+    from fzero.checkpoint import export, export_deepspeed
 
     def make() -> tuple[Table, dict[str, Any]]:
         if given.format == formats[0]:
@@ -131,6 +130,7 @@ def show_machine(arguments: list[str]) -> int:
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
     parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
     given = parser.parse_args(arguments)
+    from fzero.profiling import machine as machine_report
 
     def make() -> tuple[Table, dict[str, Any]]:
         try:
@@ -152,12 +152,27 @@ def convert(arguments: list[str]) -> int:
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
+    from fzero.checkpoint import convert_deepspeed
 
     def make() -> tuple[str, dict[str, Any]]:
         made = str(convert_deepspeed(given.dir, given.out))
         return made, {"checkpoint": made}
 
     return print_result(make, given.json)
+
+
+def run(arguments: list[str]) -> int:
+    """Starts a script in many processes; its exit code."""
+    from fzero.tuning.cli import run
+
+    return run(arguments)
+
+
+def tune(arguments: list[str]) -> int:
+    """Finds the fastest configuration of a script."""
+    from fzero.tuning.cli import tune
+
+    return tune(arguments)
 
 
 COMMANDS = {

@@ -50,7 +50,7 @@ class Order:
         """
         if len(items) != len(self):
             raise ValueError(f"Order: orders {len(self)} items, got {len(items)}; make an order of this many")
-        return tuple(items[index] for index in self.indices)
+        return tuple(map(items.__getitem__, self.indices))
 
     def inverse(self) -> "Order":
         """The order that undoes this one.

@@ -9,6 +9,7 @@ stage is a table of specs, and offload is a table of placements (ZeRO section 5,
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, TypeAlias
 
 from sharding.checks import check_at_least, check_index, check_shape
@@ -125,6 +126,9 @@ class Placement:
 
 DEVICE = Placement()
 
+_partition = lru_cache(4096)(Partition)
+"""Partitions are values: the many flat buffers of a large model have few different ones, and are asked for them often."""
+
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
@@ -183,7 +187,7 @@ class TensorSpec:
         if isinstance(world_size, Mesh):
             axes = self.spec.axes if isinstance(self.spec, Sharded) else ()
             world_size = math.prod(map(world_size.axis_size, axes))
-        return Partition(self.numel, world_size, self.multiple_of)
+        return _partition(self.numel, world_size, self.multiple_of)
 
     def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
         """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`."""

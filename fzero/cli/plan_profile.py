@@ -160,6 +160,8 @@ def _machine(given: argparse.Namespace) -> MachineModel:
     own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
         own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # of all dtypes and operators
+    if "memory" in own:
+        own |= dict.fromkeys(("pointwise", "pointwise_fp32", "update", "update_fp32"))
     return replace(machine, **own)
 
 

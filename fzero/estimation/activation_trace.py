@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fzero.common.flops import flops_of_call
 from fzero.config.config import Config
 from fzero.estimation.ledger import Device
-from fzero.plans.machine_model import MachineModel
+from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
 from fzero.runtime.activation_checkpointing import Moves, choose_modules
@@ -45,17 +45,16 @@ from sharding.views import torch_dtype
 
 
 class Work(NamedTuple):
-    """The cost of one operator: floating point operations, bytes read and written, whether its dtype exceeds 16 bits, and
-    whether it is fused attention."""
+    """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
 
     flops: int
     nbytes: int
     is_wide: bool
-    is_attention: bool = False
+    kind: OperatorKind = ""
 
     def seconds(self, machine: MachineModel) -> float:
         """Its duration."""
-        return machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, is_attention=self.is_attention)
+        return machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, kind=self.kind)
 
 
 class TraceEvent(NamedTuple):
@@ -165,6 +164,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._copying = ""
 
 
+_FUNCTIONS = ("_norm", "softmax", "gelu", "silu", "tanh", "sigmoid", "exp", "erf", "sum", "mean", "div")
+"""Parts of the names of operators that compute for longer than they move bytes."""
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
 
 
@@ -176,7 +177,10 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
     is_wide = made[0].dtype.itemsize > 2  # of operators that are counted; attention also reads sums in fp32
-    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, "attention" in name)
+    kind: OperatorKind = (
+        "attention" if "attention" in name else "pointwise" if any(x in name for x in _FUNCTIONS) else ""
+    )
+    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, kind)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:

@@ -57,8 +57,14 @@ def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
 
 def _here(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
     nbytes = buffer.flow.updated_numel * _moved(buffer, list(updated_specs(buffer, ledger.plan)))
-    ledger.touch(nbytes, f"update {buffer.key}")
+    ledger.touch(nbytes, f"update {buffer.key}", rate=_rate(ledger, buffer))
     return _join(ledger, buffer)
+
+
+def _rate(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
+    """The bytes per second of an update on the device."""
+    machine = ledger.machine
+    return (machine.update if buffer.has_master else machine.update_fp32) or machine.memory
 
 
 def _join(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
@@ -87,7 +93,8 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
                 fetch[lane] += numel / num * itemsize(spec.dtype) / rate
             if not is_fetch and index != 1:  # the gradient does not change
                 put[lane] += numel / num * itemsize(spec.dtype) / rate
-    compute = numel / num * _moved(buffer, specs) / (machine.processor if on_host else machine.memory)
+    rate = machine.processor if on_host and ledger.device == "cuda" else _rate(ledger, buffer)
+    compute = numel / num * _moved(buffer, specs) / rate
     for _ in range(num):
         yield _Group(buffer.key, fetch, compute, put)
 

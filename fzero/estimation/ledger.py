@@ -82,9 +82,9 @@ class MemoryLedger:
         """Bytes of this rank's part of a tensor."""
         return spec.local_nbytes(self.plan.mesh)
 
-    def touch(self, nbytes: int, label: str = "") -> None:
-        """The device reads and writes `nbytes` of memory."""
-        self.lanes.compute(label or self.label, nbytes / self.machine.memory)
+    def touch(self, nbytes: int, label: str = "", *, rate: float | None = None) -> None:
+        """The device reads and writes `nbytes` of memory, at the rate of memory or at another one."""
+        self.lanes.compute(label or self.label, nbytes / (rate or self.machine.memory))
 
     def send(
         self, label: str, numel: int, axes: Sequence[str], dtype: str, *, hooks: Mapping[str, CommHook] = {},

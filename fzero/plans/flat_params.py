@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 import fzero.optim as optim
@@ -27,7 +26,7 @@ from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
 from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
 from fzero.plans.stages import StageSpecs, stage_specs
-from sharding import FlatLayout, Mesh, TensorSpec
+from sharding import FlatLayout, Mesh, Partition, TensorSpec
 from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
 
@@ -177,31 +176,41 @@ class UnitPlanner:
     is_stage: bool = False
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _dtypes: dict[tuple[torch.dtype, type, bool], Dtypes] = field(default_factory=dict, init=False, repr=False)
+    _small: int = field(init=False, repr=False, compare=False)
+    _kinds: dict[tuple[Any, ...], Kind] = field(default_factory=dict, init=False, repr=False)
+    """A cache: the kind of parameters by all that it follows from; equal kinds are one object."""
+    _flows: dict[tuple[int, Partition], BufferDataflow] = field(default_factory=dict, init=False, repr=False)
+    """A cache, by such an object and the division of the flat buffer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_precision", self.cfg.precision)
+        object.__setattr__(self, "_small", self.cfg.zero_optimization.stage3_param_persistence_threshold)
         object.__setattr__(self, "_axes", shard_axes(self.mesh, self.cfg.zero_optimization))
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
         """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
-        kinds: dict[Kind, dict[str, nn.Parameter]] = {}
+        found: dict[int, tuple[Kind, dict[str, nn.Parameter]]] = {}
         for name, param in params.items():
-            kinds.setdefault(self._kind_of(name, param, modules[name.rpartition(".")[0]]), {})[name] = param
-        return UnitPlan(unit, tuple(self._flat_param(unit, kind, members) for kind, members in kinds.items()))
+            kind = self._kind_of(name, param, type(modules[name.rpartition(".")[0]]))
+            if (members := found.get(id(kind))) is None:
+                members = found[id(kind)] = kind, {}
+            members[1][name] = param
+        return UnitPlan(unit, tuple(self._flat_param(unit, *members) for members in found.values()))
 
-    def _kind_of(self, name: str, param: nn.Parameter, owner: nn.Module) -> Kind:
-        is_trained = name in self.trained
-        alike = param.dtype, type(owner), is_trained
-        if (dtypes := self._dtypes.get(alike)) is None:
-            dtypes = self._precision.dtypes_of(dtype_name(param.dtype), type(owner), trainable=is_trained)
-            self._dtypes[alike] = dtypes
-        small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
-        if not is_trained:
-            return Kind(dtypes, False, small, group=0, rule="", start=0)
-        group = group_of(name, param, self.param_groups)
-        rule = self.optimizers[group].kind_of(name, tuple(param.shape))
-        return Kind(dtypes, True, small, group, rule, self.starts.get(name, 0))
+    def _kind_of(self, name: str, param: nn.Parameter, owner: type[nn.Module]) -> Kind:
+        is_trained, group, rule = name in self.trained, 0, ""
+        if is_trained:
+            group = group_of(name, param, self.param_groups) if self.param_groups else 0
+            rule = self.optimizers[group].kind_of(name, param.shape)
+        start = self.starts.get(name, 0) if is_trained else 0
+        rest = is_trained, param.numel() < self._small, group, rule, start
+        alike = param.dtype, owner, rest
+        if (kind := self._kinds.get(alike)) is None:
+            dtypes = self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
+            kind = Kind(dtypes, *rest)
+            kind = next((known for known in self._kinds.values() if known == kind), kind)
+            self._kinds[alike] = kind
+        return kind
 
     def _flat_param(self, unit: str, kind: Kind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
         zero = self.cfg.zero_optimization
@@ -212,7 +221,9 @@ class UnitPlanner:
         layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
         stage = (1 if self.is_stage else 2) if kind.small and zero.stage == 3 else zero.stage
         row = stage_specs(stage, axes, gathers_once=self.is_stage)
-        flow = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
+        division = id(kind), layout.partition
+        if (flow := self._flows.get(division)) is None:
+            flow = self._flows[division] = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)
         elementwise = self.optimizers[kind.group].is_elementwise(kind.rule)
         key, dtypes, group = f"{unit}/{kind}", kind.dtypes, kind.group
         return FlatParamPlan(key, layout, dtypes, kind.trainable, row, flow, group, kind.rule, elementwise, kind.start)
@@ -227,9 +238,12 @@ def optimizer_specs(
     def transform_of(group: int, rule: str, dtype: str, contents: optim.ShardContents | None) -> Transform:
         return mixed_precision(optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype)
 
+    @cache  # and its specs all buffers of one length
+    def specs_of(master: TensorSpec, *alike: Any) -> Any:
+        return transform_of(*alike).specs(master)
+
     specs = {}
     for buffer in buffers:
         contents = None if buffer.elementwise else optim.ShardContents(buffer.layout, ranks=(0,))
-        transform = transform_of(buffer.group, buffer.rule, buffer.dtypes.optimizer, contents)
-        specs[buffer.key] = transform.specs(buffer.master)
+        specs[buffer.key] = specs_of(buffer.master, buffer.group, buffer.rule, buffer.dtypes.optimizer, contents)
     return specs

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from fzero.common.arguments import refuse
+
+OperatorKind = Literal["", "attention", "pointwise"]
+"""Operators with rates of their own: fused attention, and functions of each element; "" is a product, a sum or a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,10 @@ class MachineModel:
         flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
         attention, attention_fp32: operations of fused attention; None means `flops` and `flops_fp32`. (On a CPU fused attention
             in 16 bits is far slower than matrix products are.)
+        pointwise, pointwise_fp32: bytes that a function of each element reads and writes, such as GELU, a norm or a softmax; on
+            a CPU it computes for longer than it waits for memory. None means `memory`.
+        update, update_fp32: bytes that an optimizer update on the device reads and writes, of parameters of 16 bits beside
+            their master, and of others; None means `memory`.
         overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
     """
 
@@ -36,6 +44,10 @@ class MachineModel:
     flops_fp32: float | None = None
     attention: float | None = None
     attention_fp32: float | None = None
+    pointwise: float | None = None
+    pointwise_fp32: float | None = None
+    update: float | None = None
+    update_fp32: float | None = None
     overlap: bool = True
 
     def __post_init__(self) -> None:
@@ -63,9 +75,11 @@ class MachineModel:
         rates = ", ".join(f"{what} {rate / 1e9:.4g} GB/s" for what, rate in gb.items())
         return f"{self.flops / 1e12:.3g} Tflop/s{wide}, {rates}"
 
-    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False, is_attention: bool = False) -> float:
+    def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False, kind: OperatorKind = "") -> float:
         """The time of an operator: the larger of its compute time and its memory time."""
         rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
-        if is_attention:
+        if kind == "attention":
             rate = (self.attention_fp32 if is_wide else self.attention) or rate
+        elif kind == "pointwise":
+            return nbytes / ((self.pointwise_fp32 if is_wide else self.pointwise) or self.memory)
         return max(flops / rate, nbytes / self.memory)

@@ -28,7 +28,7 @@ from fzero.comms import collectives, primitives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
-from fzero.profiling.profiler import attention_rate, matrix_rate
+from fzero.profiling.profiler import attention_rate, matrix_rate, pointwise_rate, update_rate
 
 PACKAGES = (
     "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
@@ -36,6 +36,7 @@ PACKAGES = (
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
 SECONDS = 0.3  # per rate
+NUM_WEIGHTS = 8  # matrices that are multiplied in turn: a step's weights are not in the cache either
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class MeasuredRates:
     """The forward and backward of fused attention in fp32."""
     attention_bf16: float | None = None
     """The same in bf16."""
+    pointwise_fp32: float | None = None
+    """Bytes read and written by GELU and a layer norm in fp32, forward and backward."""
+    pointwise_bf16: float | None = None
+    """The same in bf16."""
+    update_fp32: float | None = None
+    """Bytes read and written by an update of AdamW in fp32."""
+    update_bf16: float | None = None
+    """The same with parameters and gradients in bf16 beside an fp32 master."""
 
     @property
     def machine(self) -> MachineModel:
@@ -78,6 +87,10 @@ class MeasuredRates:
             flops_fp32=self.flops_fp32,
             attention=self.attention_bf16,
             attention_fp32=self.attention_fp32,
+            pointwise=self.pointwise_bf16,
+            pointwise_fp32=self.pointwise_fp32,
+            update=self.update_bf16,
+            update_fp32=self.update_fp32,
             memory=2 * copy,
             network=self.gather or default.network,
             latency=default.latency if self.latency is None else self.latency,
@@ -152,10 +165,14 @@ def _rates_here(device: torch.device) -> MeasuredRates:
         gather=None,
         disk_write=None,
         disk_read=None,
-        flops_fp32=matrix_rate(device, torch.float32),
-        flops_bf16=matrix_rate(device, torch.bfloat16),
+        flops_fp32=matrix_rate(device, torch.float32, NUM_WEIGHTS),
+        flops_bf16=matrix_rate(device, torch.bfloat16, NUM_WEIGHTS),
         attention_fp32=attention_rate(device, torch.float32),
         attention_bf16=attention_rate(device, torch.bfloat16),
+        pointwise_fp32=pointwise_rate(device, torch.float32),
+        pointwise_bf16=pointwise_rate(device, torch.bfloat16),
+        update_fp32=update_rate(device, torch.float32),
+        update_bf16=update_rate(device, torch.bfloat16),
         overlap=has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0)),
     )
 
@@ -306,6 +323,10 @@ NAMES = {
     "flops_bf16": ("matrix product, bf16", "Gflop/s"),
     "attention_fp32": ("attention with its backward, fp32", "Gflop/s"),
     "attention_bf16": ("attention with its backward, bf16", "Gflop/s"),
+    "pointwise_fp32": ("GELU and layer norm with their backward, fp32", "GB/s"),
+    "pointwise_bf16": ("GELU and layer norm with their backward, bf16", "GB/s"),
+    "update_fp32": ("update of AdamW, fp32", "GB/s"),
+    "update_bf16": ("update of AdamW, bf16 with an fp32 master", "GB/s"),
     "latency": ("collective of one element", "μs"),
     "overlap": ("communication overlaps compute", ""),
 }

@@ -11,7 +11,7 @@ The model's gradients and buffers, and the random state, are as before.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -23,6 +23,8 @@ from fzero.common.arguments import check_loss_fn, check_model
 from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
 from fzero.optim.fragments import ShardContents
+from fzero.optim.precision import mixed_precision
+from fzero.optim.transforms import adamw
 from fzero.plans.param_groups import optimizers_of
 from fzero.plans.plan import plan
 from fzero.profiling.module_timer import ModuleTimer
@@ -86,18 +88,62 @@ def profile(
     return Profile(modules, plain.seconds["forward"], plain.seconds["backward"], update, ceiling)
 
 
-def matrix_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, width: int = 1024) -> float:
-    """Floating point operations per second that a matrix product reaches on this device; the best of a few."""
+def matrix_rate(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, num_weights: int = 1, *, width: int = 1024
+) -> float:
+    """Floating point operations per second that a matrix product reaches on this device; the best of a few.
+
+    `num_weights` matrices are multiplied in turn: of several, none is in the cache of a CPU.
+    """
     device = torch.device(device)
-    width = width if device.type == "cpu" else 8 * width
-    a, b = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(2))
+    width, num_weights = (width, num_weights) if device.type == "cpu" else (8 * width, 1)
+    a, *weights = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(1 + num_weights))
+
+    def multiply() -> None:
+        for weight in weights:
+            torch.mm(a, weight)
+
+    return 2 * width**3 * num_weights / _fastest(multiply, device)
+
+
+def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
+    """Bytes per second that functions of each element read and write: GELU and layer norm, forward and backward; the best of
+    a few."""
+    device = torch.device(device)
+    shape = (256, 2048) if device.type == "cpu" else (4096, 8192)
+    x, out = (torch.randn(shape, dtype=dtype, device=device, requires_grad=True) for _ in range(2))
+
+    def run() -> None:
+        for function in (functional.gelu, lambda x: functional.layer_norm(x, shape[1:])):
+            torch.autograd.grad(function(x), x, out)
+
+    num_tensors = 2 * (2 + 3)  # a forward reads one and writes one, a backward reads two and writes one
+    return num_tensors * x.nbytes / _fastest(run, device)
+
+
+def update_rate(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, numel: int = 1 << 22
+) -> float:
+    """Bytes per second that an update of AdamW reads and writes, of a flat buffer beside an fp32 master where it has 16 bits."""
+    device = torch.device(device)
+    grad, param = (torch.zeros(numel, dtype=dtype, device=device) for _ in range(2))
+    is_wide = dtype == torch.float32
+    master = param if is_wide else param.float()
+    transform = mixed_precision(adamw(1e-3), state_dtype="float32", out=None if is_wide else param)
+    state = transform.init(master)
+    nbytes = numel * (2 * 3 * 4 + grad.itemsize + (0 if is_wide else param.itemsize))
+    return nbytes / _fastest(lambda: transform.update(grad, master, state), device)
+
+
+def _fastest(work: Callable[[], object], device: torch.device) -> float:
+    """The seconds of the fastest of a few calls."""
     seconds = []
-    for _ in range(4):
+    for _ in range(5):
         clock = _Clock(device)
-        a @ b
-        clock.mark("product")
+        work()
+        clock.mark("work")
         seconds.append(clock.total)
-    return 2 * width**3 / min(seconds)
+    return min(seconds[1:])
 
 
 def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
@@ -108,15 +154,13 @@ def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
     device = torch.device(device)
     length = 128 if device.type == "cpu" else 4096
     q, k, v = (torch.randn(2, 8, length, 64, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
-    seconds = []
-    for _ in range(4):
-        clock = _Clock(device)
+
+    def attend() -> None:
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), out)
-        clock.mark("attention")
-        seconds.append(clock.total)
+
     products = 2 + 5  # of the forward and the backward, which computes the scores again
-    return products * 2 * 16 * length**2 * 64 / min(seconds)
+    return products * 2 * 16 * length**2 * 64 / _fastest(attend, device)
 
 
 class _Clock:

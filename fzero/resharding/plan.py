@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -68,6 +69,12 @@ class Flow:
         """The dtype in which the elements are sent: the narrower of the two."""
         return min(self.source.dtype, self.target.dtype, key=itemsize)
 
+    @property
+    def geometry(self) -> tuple[Any, ...]:
+        """All that its moves depend on."""
+        tensors = (self.source, self.target, *(() if self.master is None else (self.master,)))
+        return self.stages, *((tensor.layout, tensor.num_shards) for tensor in tensors)
+
     def takes(self, holder: int, piece: int) -> bool:
         """Whether a new rank that holds a piece gets it from the old ones."""
         return self.master is None or holder not in self.master.holders(piece)
@@ -112,6 +119,10 @@ class ReshardPlan:
         init=False, repr=False, compare=False, default_factory=dict
     )
     """A cache: the new ranks of one range whose processes have no old rank in another range."""
+    _latest: dict[tuple[Any, ...], tuple[Move, ...]] = field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
+    """A cache of one entry: the moves of one process. The tensors of a flat buffer differ in nothing that moves depend on."""
 
     def __post_init__(self) -> None:
         for stages, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
@@ -126,12 +137,17 @@ class ReshardPlan:
     def moves(self, flow: Flow, process: int | None = None) -> Iterator[Move]:
         """The moves of a flow between all processes, or those of one. Starts and stops count elements of the tensors they hold.
 
-        Moves from a process to itself are copies and come first. Any two processes see their moves in the same order. Moves
-        are computed anew in each call, for one process in time proportional to its own copies and messages.
+        Moves from a process to itself are copies and come first. Any two processes see their moves in the same order. For one
+        process moves take time in proportion to its own copies and messages.
         """
-        processes = range(len(self.places)) if process is None else (process,)
-        copies = chain.from_iterable(self._copies(flow, own) for own in processes)
-        return merged(chain(copies, self._sent(flow) if process is None else self._sent_by_or_to(flow, process)))
+        if process is None:
+            copies = chain.from_iterable(self._copies(flow, own) for own in range(len(self.places)))
+            return merged(chain(copies, self._sent(flow)))
+        alike = process, *flow.geometry
+        if alike not in self._latest:
+            self._latest.clear()
+            self._latest[alike] = tuple(merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process))))
+        return iter(self._latest[alike])
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
         """The elements that a process both has and needs."""
@@ -312,8 +328,7 @@ def _flows_of(
     for names in names_of.values():
         home, source = homes[names[0]]
         _check_same_kind(source, target, names)
-        for flow in _flows_between(source, target, names):
-            yield replace(flow, stages=(home, stage))
+        yield from _flows_between(source, target, names, (home, stage))
         if source.buffer.trainable:
             known.append(source)
         elif target.buffer.trainable:
@@ -338,7 +353,9 @@ def _own_flows(old: StagedPlan, plan: Plan, stage: int, rng: Mapping[str, Tensor
     yield from found.values()
 
 
-def _flows_between(source: BufferTensors, target: BufferTensors, shared: Sequence[str]) -> Iterator[Flow]:
+def _flows_between(
+    source: BufferTensors, target: BufferTensors, shared: Sequence[str], stages: tuple[int, int]
+) -> Iterator[Flow]:
     """The flows from one flat buffer to another, for the parameters that both hold."""
     for quantity, tensor in target.tensors.items():
         if quantity not in ("params", "master") and not source.buffer.trainable:
@@ -348,7 +365,7 @@ def _flows_between(source: BufferTensors, target: BufferTensors, shared: Sequenc
             continue  # cast from the rank's own master
         wanted = quantity_for(quantity, source.buffer.dtypes.param, target.buffer, has_master=source.buffer.has_master)
         if has_entries(tensor, shared):  # then the old one has them too, in the same shapes
-            yield Flow(source.tensors[wanted], tensor, master)
+            yield Flow(source.tensors[wanted], tensor, master, stages)
 
 
 def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:

@@ -756,7 +756,7 @@ def test_attention_takes_the_time_of_its_own_rate() -> None:
     model = named("300K").model
     trace = trace_activations(model, {}, sample_of(model, 1, 16))
     works = [work for event in trace.events for work in event.work]
-    flops = sum(work.flops for work in works if work.is_attention)
+    flops = sum(work.flops for work in works if work.kind == "attention")
     assert 0 < flops < trace.flops
     assert sum(trace.seconds(MachineModel(attention_fp32=1.0))) == pytest.approx(flops)  # the rest takes nanoseconds
     assert trace.seconds(MachineModel(attention=1.0)) == trace.seconds(MachineModel()), "of 16 bits, and there are none"

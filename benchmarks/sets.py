@@ -1,0 +1,102 @@
+"""The sets of figures of docs/performance.md, one after the other, at the commit that is checked out.
+
+    python benchmarks/sets.py                          # all, about half an hour, alone on the machine (`make figures`)
+    python benchmarks/sets.py --only layouts,units     # some
+    python benchmarks/sets.py --list                   # their commands, and the seconds that each may take
+
+A set is a command with a limit in seconds; one that takes longer is ended, and the next one runs. Writes what each printed to
+OUT/NAME.txt, its numbers and pictures to OUT/NAME, and date, commit and seconds of all to OUT/sets.json.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class FigureSet(NamedTuple):
+    """A command of a benchmark and its limit. `has_out`: whether it takes `--out`."""
+
+    command: str
+    seconds: int
+    has_out: bool = True
+
+
+SETS = {
+    "small01": FigureSet("peers.py --sizes small --stages 0,1 --rounds 4", 170),
+    "small23": FigureSet("peers.py --sizes small --stages 2,3 --rounds 4", 170),
+    "large01": FigureSet("peers.py --sizes large --stages 0,1 --rounds 2 --steps-per-round 4", 240),
+    "large23": FigureSet("peers.py --sizes large --stages 2,3 --rounds 2 --steps-per-round 4", 240),
+    "bf16": FigureSet("peers.py --sizes small --dtype bf16 --rounds 4", 240),
+    "compiled": FigureSet("peers.py --sizes small --compile --stages 2,3 --rounds 3", 240),
+    "units": FigureSet("units.py --rounds 2 --steps-per-round 5", 120),
+    "units4": FigureSet("units.py --ranks 4 --units 25,100 --rounds 2 --steps-per-round 3", 120),
+    "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False),
+    "layouts": FigureSet("layouts.py --rounds 2", 150),
+    "optimizers": FigureSet("optimizers.py --rounds 5", 60),
+    "scale": FigureSet("scale.py --models 7b --ranks 64 --stages 3", 120),
+    "plans": FigureSet("plans.py time --stages 0,3 --variants plain", 180),
+    "pipeline": FigureSet("pipeline.py --width 1536 --rounds 4", 150),
+    "nvme": FigureSet("nvme.py", 120),
+    "offload": FigureSet("offload.py --millions 32", 150),
+}
+
+
+def run(name: str, out: Path) -> dict[str, object]:
+    """Runs one set; what came of it."""
+    one, started = SETS[name], time.time()
+    command = [sys.executable, str(ROOT / "benchmarks" / one.command.split()[0]), *one.command.split()[1:]]
+    command += ["--out", str(out / name)] if one.has_out else []
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ended = False
+    with (out / f"{name}.txt").open("w") as file:
+        how = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}  # ranks end with it
+        with subprocess.Popen(command, cwd=ROOT, env=env, **how) as running:
+            try:
+                running.wait(one.seconds)
+            except subprocess.TimeoutExpired:
+                ended = True
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(running.pid, signal.SIGKILL)
+    result = f"ended after {one.seconds} s" if ended else f"exit {running.returncode}"
+    return {"command": one.command, "seconds": round(time.time() - started), "result": result}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help=f"names, joined by commas, of: {', '.join(SETS)}")
+    parser.add_argument("--list", action="store_true", help="print the commands")
+    parser.add_argument("--out", type=Path, default=Path("out/sets"))
+    given = parser.parse_args()
+    names = given.only.split(",") if given.only else list(SETS)
+    if unknown := set(names) - set(SETS):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(SETS)}")
+    if given.list:
+        for name in names:
+            print(f"{name:11} {SETS[name].seconds:4} s  python benchmarks/{SETS[name].command}")
+        return 0
+    given.out = given.out.resolve()
+    given.out.mkdir(parents=True, exist_ok=True)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    path, results = given.out / "sets.json", {}
+    if path.exists():
+        results = json.loads(path.read_text())
+    for name in names:
+        found = run(name, given.out) | {"commit": commit.stdout.strip(), "date": time.strftime("%Y-%m-%d")}
+        results[name] = found
+        path.write_text(json.dumps(results, indent=1))
+        print(f"{name}: {found['result']}, {found['seconds']} s, in {given.out / name}.txt", flush=True)
+    return int(any(results[name]["result"] != "exit 0" for name in names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
