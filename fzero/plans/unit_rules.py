@@ -52,9 +52,7 @@ class UnitRule:
     remembers: bool
 
     @classmethod
-    def of(
-        cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, is_hooked: bool, hook_states: Collection[str]
-    ) -> Self:
+    def of(cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, is_hooked: bool, hook_states: Collection[str]) -> Self:
         """The rule of a unit.
 
         Args:
