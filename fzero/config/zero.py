@@ -38,7 +38,8 @@ class ZeroOptimization(Block):
     """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
     reduce_bucket_size: Count | None = None
     """Most elements of full gradients that wait for their reduction, besides those of one unit and never more than two
-    units. Also, modules outside repeated blocks are joined into one unit up to this size. None is 500000000. With
+    units. No reduction waits in stage 0 on two ranks, whose full gradients belong to the state and are summed in place.
+    Also, modules outside repeated blocks are joined into one unit up to this size. None is 500000000. With
     `compile="step"` a number also joins reductions of flat buffers up to this size (in stages 2 and 3 up to two units at
     most). None joins none, which overlaps best: 500000000 would join all reductions of a small model."""
     allgather_bucket_size: Count | None = None

@@ -70,7 +70,7 @@ class Plan:
             least the next unit early, unless it is 0; None is one unit.
         max_live: the largest number of gathered elements that are live after a prefetch.
         num_micro_steps: micro-batches in one step.
-        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit.
+        max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); for None the compiled
             step chooses.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
@@ -114,7 +114,8 @@ class Plan:
         flats = {buffer.key: (unit.name, buffer) for unit in self.units for buffer in unit.buffers}
         object.__setattr__(self, "flats", flats)
         states, num_shards = self.hook_states if self.comm_hooks.reduce else {}, self.num_shards
-        units = {u.name: UnitRule.of(u, self.mesh, num_shards=num_shards, hook_states=states) for u in self.units}
+        how: dict[str, Any] = {"is_hooked": bool(self.comm_hooks.reduce), "hook_states": states}
+        units = {unit.name: UnitRule.of(unit, self.mesh, num_shards=num_shards, **how) for unit in self.units}
         rules = UnitRules(
             units, self.world_size, num_shards, prefetches=self.prefetch != 0, max_live=self.max_live,
             max_reducing=self.max_reducing, max_staged=self.streaming.num_staged,

@@ -24,7 +24,7 @@ def check_schedules(schedules: Sequence[Sequence[Event]], rules: UnitRules) -> i
        unit is used only between the wait and the release.
     3. A reduction starts after all gradients of its unit. Reductions end in the order of their starts, all before the end of the
        schedule. If a comm hook keeps a state, a reduction ends before the next one of its unit starts.
-    4. Gathered elements stay within `UnitRules.most_gathered`, full gradients that are being reduced within `max_reducing`.
+    4. Gathered elements stay within `UnitRules.most_gathered`, those in memory until a reduction ends within `max_reducing`.
 
     Args:
         schedules: the record of each rank, in rank order, from the first forward to the end of the last backward.

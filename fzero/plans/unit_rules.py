@@ -15,8 +15,8 @@ from sharding import Mesh
 
 
 class FlatGrad(NamedTuple):
-    """A trained flat buffer for the scheduler: its key, padded elements (P), whether this rank keeps the full gradient, and the
-    memory of that gradient."""
+    """A trained flat buffer for the scheduler: its key, the elements in memory only until its reduction ends, whether this rank
+    keeps the full gradient, and the memory of that gradient."""
 
     key: str
     numel: int
@@ -24,9 +24,14 @@ class FlatGrad(NamedTuple):
     memory: Literal["device", "host", "nvme"]
 
     @classmethod
-    def of(cls, buffer: FlatParamPlan, mesh: Mesh) -> Self:
+    def of(cls, buffer: FlatParamPlan, mesh: Mesh, *, is_hooked: bool = False) -> Self:
+        """`is_hooked`: whether a comm hook sends it."""
+        flow, memory = buffer.flow, buffer.grads.placement.kind
         is_full = buffer.grads.local_shape(mesh) == (buffer.padded_numel,)
-        return cls(buffer.key, buffer.padded_numel, is_full, buffer.grads.placement.kind)
+        # Two ranks sum the state's own tensor in place. More ranks receive parts, in memory of about its size.
+        is_in_place = flow.reduces_to == "full" and flow.send_dtype == flow.keep_dtype and mesh.size <= 2
+        is_free = is_in_place and memory == "device" and not is_hooked
+        return cls(buffer.key, 0 if is_free else buffer.padded_numel, is_full, memory)
 
 
 @dataclass(frozen=True)
@@ -47,16 +52,21 @@ class UnitRule:
     remembers: bool
 
     @classmethod
-    def of(cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, hook_states: Collection[str]) -> Self:
-        """The rule of a unit; `hook_states`: the keys of flat buffers whose reductions have a comm hook with a state."""
+    def of(cls, unit: UnitPlan, mesh: Mesh, *, num_shards: int, is_hooked: bool, hook_states: Collection[str]) -> Self:
+        """The rule of a unit.
+
+        Args:
+            is_hooked: whether reductions have a comm hook.
+            hook_states: the keys of flat buffers whose comm hook has a state.
+        """
         # On one shard the model computes with the very memory that a file was read into.
         num_staged = sum(b.param_placement.kind == "nvme" for b in unit.buffers) if num_shards == 1 else 0
-        grads = tuple(FlatGrad.of(buffer, mesh) for buffer in unit.buffers if buffer.trainable)
+        grads = tuple(FlatGrad.of(buffer, mesh, is_hooked=is_hooked) for buffer in unit.buffers if buffer.trainable)
         return cls(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
 
     @cached_property  # a step asks for it several times per unit
     def reduced_numel(self) -> int:
-        """Padded elements of its full gradients."""
+        """Elements in memory only until its reductions end."""
         return sum(grad.numel for grad in self.grads)
 
 
@@ -69,7 +79,8 @@ class UnitRules:
         world_size, num_shards: the number of ranks, and of the finest shards.
         prefetches: whether the next unit may be gathered, and its shards loaded, while one is in use.
         max_live: the largest number of gathered elements that are live after a prefetch.
-        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit.
+        max_reducing: the largest number of elements of full gradients that wait for their reduction, besides those of one unit
+            and those that the state holds anyway and that are summed in place.
         max_staged: the largest number of flat buffers in the memory into which files are read; None sets no limit.
     """
 

@@ -64,6 +64,25 @@ def test_what_is_scattered_is_gathered_and_joined_again(stage: int, mesh: Mesh, 
         assert flow.reduced_numel * num_ranks(mesh, flow.scatters_over) == buffer.padded_numel
 
 
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(
+    ("keys", "is_in_place"),
+    [
+        ({}, True),
+        ({"bf16": {"enabled": True}}, True),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, False),
+        ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, False),
+    ],
+)
+def test_no_reduction_waits_for_another_where_two_ranks_sum_the_state_s_own_gradients(
+    stage: int, num_ranks: int, keys: dict[str, Any], is_in_place: bool
+) -> None:
+    rules = fzero.plan(make(Odd), config(stage) | keys, world_size=num_ranks).unit_rules
+    is_free = is_in_place and stage == 0 and num_ranks == 2
+    assert {unit.reduced_numel > 0 for unit in rules.units.values() if unit.grads} == {not is_free}
+
+
 def test_micro_steps_reduce_where_they_do_not_collect_in_full_and_add_after_the_first() -> None:
     for stage in range(4):
         flow = plan_of(Mesh.of(data=2), stage).flat_buffers[0].flow

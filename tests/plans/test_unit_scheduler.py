@@ -31,7 +31,7 @@ def unit_rules(draw: st.DrawFn, world_size: int | None = None) -> UnitRules:
         name = f"blocks.{index}"
         grads = tuple(
             FlatGrad(f"{name}/{kind}", numel, is_full, draw(st.sampled_from(["device", "host", "nvme"])))
-            for kind, numel in enumerate(draw(st.lists(st.sampled_from([8, 32]), max_size=2)))
+            for kind, numel in enumerate(draw(st.lists(st.sampled_from([0, 8, 32]), max_size=2)))
         )
         units[name] = UnitRule(size, draw(st.integers(0, 1)), grads, remembers)
     num_ranks = draw(st.integers(1, 3)) if world_size is None else world_size
