@@ -1,13 +1,13 @@
 """What does compression cost? A step with each technique, beside `torch.nn.utils.parametrize` with the same formula.
 
-    python benchmarks/compression.py                               # a minute and a half on one core
+    python benchmarks/compression.py                               # three minutes on one core
     python benchmarks/compression.py --rounds 2 --only "sparse l1"  # does it run?
 
 Four 512 × 512 matrices, SGD, a batch of 64, one thread. The cost of a technique is what it adds to the processor time of the same
-contender's step without one: the median of the differences between a step with and the step without beside it. Each contender is
-built five times, because its memory lies elsewhere each time; `±` is half of what the five medians differ by. The parametrizations are those that one would
-write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32 buffers, scores sorted at each forward. Inputs
-are quantized in a forward pre-hook.
+contender's step without one: the median of the differences between a step with it and one without, side by side. Each contender
+is built five times, because its memory lies elsewhere each time; `±` is half of what the five medians differ by. The
+parametrizations are those that one would write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32
+buffers, scores sorted at each forward. Inputs are quantized in a forward pre-hook.
 """
 
 import argparse
@@ -235,7 +235,7 @@ def processor_ms(step: Callable[[Tensor], object], x: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="turns per build (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns per build (default: %(default)s)")
     parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)")
     arguments = parser.parse_args()
@@ -244,14 +244,14 @@ def main() -> None:
     for title in ("technique", "stage 0", "stage 3", "parametrize", "stage 0 / parametrize", "stage 3 / parametrize"):
         table.add_column(title, justify="left" if title == "technique" else "right")
     results = {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
     for technique in arguments.only or TECHNIQUES:
         results[technique] = found = measured(technique, arguments.rounds)
         cells = [f"{statistics.median(ms):.2f} ± {(max(ms) - min(ms)) / 2:.2f}" for ms in found.values()]
         stage_0, stage_3, plain = map(statistics.median, found.values())
         table.add_row(technique, *cells, f"{stage_0 / plain:.2f}", f"{stage_3 / plain:.2f}")
+        (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
     print_report(table)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":
