@@ -1,17 +1,19 @@
 """What does compression cost? A step with each technique, beside `torch.nn.utils.parametrize` with the same formula.
 
-    python benchmarks/compression.py                               # a minute and a half on one core
+    python benchmarks/compression.py                               # three minutes on one core
     python benchmarks/compression.py --rounds 2 --only "sparse l1"  # does it run?
 
-Four 512 × 512 matrices, SGD, a batch of 64, one thread. The contenders take turns, and the best processor time of each counts.
-The cost of a technique is what it adds to the same contender's step without one. The parametrizations are those that one would
-write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32 buffers, scores sorted at each forward. Inputs
-are quantized in a forward pre-hook.
+Four 512 × 512 matrices, SGD, a batch of 64, one thread. The cost of a technique is what it adds to the processor time of the same
+contender's step without one: the median of the differences between a step with it and one without, side by side. Each contender
+is built five times, because its memory lies elsewhere each time; `±` is half of what the five medians differ by. The
+parametrizations are those that one would write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32
+buffers, scores sorted at each forward. Inputs are quantized in a forward pre-hook.
 """
 
 import argparse
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +29,7 @@ import fzero
 from fzero.common import print_report
 
 WIDTH, NUM_LAYERS, NUM_ROWS, NUM_HEADS = 512, 4, 64, 8
+NUM_BUILDS, WARM_UP = 5, 3
 Formula = Callable[[Tensor], Tensor]
 
 
@@ -201,29 +204,38 @@ def make_plain(technique: str | None) -> Callable[[Tensor], object]:
     return train
 
 
-def measured(technique: str, num_rounds: int) -> dict[str, float]:
-    """Milliseconds that the technique adds to a step, by contender."""
+def measured(technique: str, num_rounds: int) -> dict[str, list[float]]:
+    """Milliseconds that the technique adds to a step: per contender one median for each of `NUM_BUILDS` builds."""
     makers: dict[str, Callable[[str | None], Callable[[Tensor], object]]] = {
         "stage 0": lambda name: make_fzero(name, 0),
         "stage 3": lambda name: make_fzero(name, 3),
         "parametrize": make_plain,
     }
-    steps = {(name, kind): make(kind) for name, make in makers.items() for kind in (None, technique)}
-    best = dict.fromkeys(steps, math.inf)
+    medians: dict[str, list[float]] = {name: [] for name in makers}
     x = torch.randn(NUM_ROWS, WIDTH)
-    for _ in range(num_rounds):
-        for key, step in steps.items():
-            step(x)
-            for _ in range(2):
-                start = time.process_time()
-                step(x)
-                best[key] = min(best[key], 1e3 * (time.process_time() - start))
-    return {name: best[name, technique] - best[name, None] for name in makers}
+    for _ in range(NUM_BUILDS):
+        pairs = {name: (make(None), make(technique)) for name, make in makers.items()}
+        added: dict[str, list[float]] = {name: [] for name in makers}
+        for round_ in range(WARM_UP + num_rounds):
+            for name, (without, with_it) in pairs.items():
+                # The two take turns at being first, so that neither always follows the other contenders.
+                order = (without, with_it) if round_ % 2 else (with_it, without)
+                took = {step: processor_ms(step, x) for step in order}
+                added[name].append(took[with_it] - took[without])
+        for name, differences in added.items():
+            medians[name].append(statistics.median(differences[WARM_UP:]))
+    return medians
+
+
+def processor_ms(step: Callable[[Tensor], object], x: Tensor) -> float:
+    start = time.process_time()
+    step(x)
+    return 1e3 * (time.process_time() - start)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=60, help="turns per contender (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=40, help="turns per build (default: %(default)s)")
     parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)")
     arguments = parser.parse_args()
@@ -232,13 +244,14 @@ def main() -> None:
     for title in ("technique", "stage 0", "stage 3", "parametrize", "stage 0 / parametrize", "stage 3 / parametrize"):
         table.add_column(title, justify="left" if title == "technique" else "right")
     results = {}
+    arguments.out.mkdir(parents=True, exist_ok=True)
     for technique in arguments.only or TECHNIQUES:
         results[technique] = found = measured(technique, arguments.rounds)
-        ratios = (found[name] / found["parametrize"] for name in ("stage 0", "stage 3"))
-        table.add_row(technique, *(f"{ms:.2f}" for ms in found.values()), *(f"{ratio:.2f}" for ratio in ratios))
+        cells = [f"{statistics.median(ms):.2f} ± {(max(ms) - min(ms)) / 2:.2f}" for ms in found.values()]
+        stage_0, stage_3, plain = map(statistics.median, found.values())
+        table.add_row(technique, *cells, f"{stage_0 / plain:.2f}", f"{stage_3 / plain:.2f}")
+        (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
     print_report(table)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / "results.json").write_text(json.dumps(results, indent=1))
 
 
 if __name__ == "__main__":

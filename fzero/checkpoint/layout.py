@@ -220,9 +220,8 @@ def parts_of_weights(
     for tensor in (*flat, *(t for name, t in buffers_of(plan).items() if name in keys)):
         for name, shape in zip(tensor.layout.names, tensor.layout.shapes):
             if name not in keys:
-                raise ValueError(
-                    f"load: parameter {name!r} must be among the weights, and is not; take those of the same model"
-                )
+                fix = "pass weights without scores to step.init" if is_added(name) else "take those of the same model"
+                raise ValueError(f"load: parameter {name!r} must be among the weights, and is not; {fix}")
             _check_shape(keys[name], shape, stored)
         yield list(_parts(tensor, keys, tensor.holders(piece)))
 

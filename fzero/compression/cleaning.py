@@ -43,13 +43,11 @@ def clean(weights: Mapping[str, Tensor], plan: CompressionPlan, *, num_updates: 
             )
     added = {extra.name for extra in plan.extras}
     with torch.no_grad():
-        found = {key: value for key, value in weights.items() if key not in added}
+        found = {key: value for key, value in weights.items() if plan.aliases.get(key, key) not in added}
         for name in plan.params:
             found[name] = final.seen(name, weights[name], n, weights)
-        for alias, owner in plan.aliases.items():
-            if alias in found:
-                found[alias] = found[owner]
-        return _cut(found, weights, plan, n)
+        found = _cut(found, weights, plan, n)
+        return found | {alias: found[owner] for alias, owner in plan.aliases.items() if alias in found}
 
 
 def _last(techniques: tuple[Technique, ...]) -> tuple[Technique, ...]:

@@ -62,13 +62,20 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.modules = dict(self.model.named_modules())
+        first = {id(module): name for name, module in self.modules.items()}
+        # A module that is registered twice has two names; plans use its first.
+        self.first = {name: first[id(x)] for name, x in self.model.named_modules(remove_duplicate=False)}
         owners = {id(param): name for name, param in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
         self.owner = {name: owners[id(param)] for name, param in every}
 
     def plan(self) -> CompressionPlan:
         params = {name: tuple(techniques) for name, techniques in self.params.items()}
-        aliases = {name: owner for name, owner in self.owner.items() if name != owner and owner in params}
+        changed = {*params, *(name for shrink in self.shrinks for name, _ in shrink.cut)}
+        aliases = {name: owner for name, owner in self.owner.items() if name != owner and owner in changed}
+        for extra in self.extras:
+            others = (name for name, first in self.first.items() if first == extra.module != name)
+            aliases |= {f"{name}.{extra.key}": extra.name for name in others}
         return CompressionPlan(params, self.inputs, tuple(self.extras), tuple(self.shrinks), aliases, self.seed)
 
     # --- techniques ----------------------------------------------------------------------------------------------
@@ -198,7 +205,7 @@ class _Search:
     def _named(self, where: str, pattern: str, taken: Any) -> list[str]:
         """The modules of the kinds `taken` that an expression matches."""
         try:
-            found = [n for n in self.modules if pattern == "*" or re.search(pattern, n)]
+            found = [*dict.fromkeys(self.first[n] for n in self.first if pattern == "*" or re.search(pattern, n))]
         except re.error as error:
             raise ConfigError(
                 f"{where}: must be a regular expression, got {pattern!r} ({error}); '*' alone is every Linear and Conv2d"
@@ -240,7 +247,7 @@ class _Search:
         """Raises where a weight is shared with a module that no group names: that module would see it compressed, too."""
         modules = {name for names in named for name in names}
         for name, owner in self.owner.items():
-            user = name.rpartition(".")[0]
+            user = self.first[name.rpartition(".")[0]]
             if owner in weights and user not in modules:
                 raise ConfigError(
                     f"{_BLOCK}.{technique}: must name all modules that share a weight, or none, got only "
@@ -248,7 +255,7 @@ class _Search:
                 )
 
     def _users(self, owner: str) -> set[str]:
-        return {name.rpartition(".")[0] for name, of in self.owner.items() if of == owner}
+        return {self.first[name.rpartition(".")[0]] for name, of in self.owner.items() if of == owner}
 
     # --- related modules -----------------------------------------------------------------------------------------
 
@@ -289,6 +296,11 @@ class _Search:
                 f"{where}: must have the size of what is pruned in {name!r}, {size}, in dimension {dim}, got {what} for "
                 f"{related!r}; name the module that reads its output"
                 + (" (for heads: the matrices of queries, keys and values)" if kind == "head" else "")
+            )
+        if len(users := self._users(self.owner.get(f"{related}.weight", ""))) > 1:
+            raise ConfigError(
+                f"{where}: must name modules whose weights are their own, got {related!r}, which shares its weight with "
+                f"{', '.join(sorted(users - {related}))}; leave it out"
             )
         tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         own = {key for key, tensor in tensors if tensor.dim() and not is_added(key)}

@@ -91,7 +91,7 @@ class CompressionPlan:
         inputs: the quantization of the inputs of modules, by the module's name.
         extras: the tensors that the techniques add to modules.
         shrinks: the dimensions that `clean` cuts.
-        aliases: other names of compressed tied parameters, each with the name in `params`.
+        aliases: the second names of tied parameters that are compressed or cut, and of added tensors, each with the first.
         seed: of stochastic rounding and of the first scores.
     """
 

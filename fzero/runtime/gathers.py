@@ -7,7 +7,7 @@ Autograd must not keep a gathered buffer alive until the backward. So a saved te
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -181,6 +181,13 @@ class Gathers:
         pairs = zip(unit.buffers, self.full(unit), strict=True)
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
+    def _view(self, name: str) -> Tensor:
+        """One parameter of a unit in use, as it was gathered."""
+        unit, buffer = self._plan.homes[name]
+        flat: Any = self._live.get(unit.name, {}).get(buffer.key, self._params[buffer.key])
+        start, stop = buffer.layout.bounds(name)
+        return flat[start:stop].view(buffer.layout.shape(name))  # type: ignore[no-any-return]
+
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The compressed values of a unit in use, by parameter name. A saved view of one is made again, too."""
         if not self._seen.is_on:
@@ -196,9 +203,9 @@ class Gathers:
         """The gradients of a parameter and of its scores, from the gradient of its compressed value. `need` gathers the unit
         again."""
 
-        def again() -> dict[str, Tensor]:
+        def again(names: Iterable[str]) -> dict[str, Tensor]:
             need(unit.name)
-            return self.views(unit)
+            return {name: self._view(name) for name in names}
 
         return self._seen.pulled(name, grad, again)
 

@@ -120,15 +120,17 @@ class SeenCompressed(SeenParams):
         self._by_unit.clear()
         self._masks.clear()
 
-    def pulled(self, name: str, grad: Tensor, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, PulledGrad]:
+    def pulled(
+        self, name: str, grad: Tensor, full: Callable[[Collection[str]], Mapping[str, Tensor]]
+    ) -> dict[str, PulledGrad]:
         """The gradients of a parameter and of its scores, from the gradient of its compressed value.
 
         Args:
-            full: returns all parameters of its unit; called where scores need them.
+            full: returns parameters of its unit, by name; called where scores need them.
         """
         if name not in self.is_on:
             return {name: PulledGrad(grad)}
         with torch.no_grad():
-            given = full() if name in self.scored else {}
+            given = full((name, *self._plan.scores_of(name))) if name in self.scored else {}
             tensors = {**self._buffers, **given, **self._masks}
             return self._plan.pulled(name, grad, self._n, tensors, lambda: given[name])

@@ -11,7 +11,7 @@ from torch import nn
 
 import fzero
 from fzero import ConfigError
-from fzero.compression import compression, start_of_student
+from fzero.compression import clean, compression, prepare, start_of_student
 from fzero.config.compression import LayerReduction
 
 
@@ -97,6 +97,32 @@ def test_only_one_user_of_a_tied_weight_is_an_error() -> None:
     model.blocks[1].value.weight = model.blocks[0].value.weight
     with pytest.raises(ConfigError, match=r"must name all modules that share a weight, .* name 'blocks.1.value', too"):
         compression(settings(quantization([r"0\.value"])), model)
+
+
+def test_a_module_that_is_registered_twice_is_named_by_either_name() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 12), nn.Linear(12, 8)
+            self.again, self.tied, self.loose = self.up, nn.Linear(12, 8), nn.Linear(12, 8)
+            self.tied.weight = self.down.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(torch.relu(self.again(x))) + self.tied(self.up(x)) + self.loose(self.up(x))
+
+    def pruned(modules: list[str], related: list[list[str]]) -> dict[str, Any]:
+        return settings({"row_pruning": technique(PRUNED, modules, related, method="topk", schedule_offset=0)})
+
+    model = Twice()
+    plan = compression(pruned(["again"], [["loose"]]), model)
+    assert plan == compression(pruned(["^up|again"], [["loose"]]), model)
+    assert plan.params.keys() == {"up.weight", "up.bias"} and plan.aliases["again.weight"] == "up.weight"
+    with pytest.raises(ConfigError, match=r"related_modules: must name modules .* 'down', which shares .* with tied"):
+        compression(pruned(["again"], [["down"]]), model)
+    prepare(model, pruned(["again"], [["loose"]]))
+    weights = clean(model.state_dict(), plan)
+    assert weights["again.weight"].shape == weights["up.weight"].shape == (6, 8)
+    assert weights.keys() == Twice().state_dict().keys()
 
 
 def test_eigenvalue_periods_are_refused_with_the_reason() -> None:

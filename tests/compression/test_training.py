@@ -212,6 +212,18 @@ def test_masks_are_made_from_the_weights_that_a_state_begins_with(tmp_path: Any)
     assert torch.equal(step.gather(step.init(step.gather(given)))["blocks.1.value.sparse_pruning_mask"], mask)
 
 
+def test_weights_without_scores_begin_a_compressed_run_by_init_and_files_of_them_say_so(tmp_path: Any) -> None:
+    weights = dict(net(5).state_dict())
+    torch.save(weights, tmp_path / "weights.pt")
+    step = fzero.make_train_step(net(), settings({"row_pruning": ALL["row_pruning"]}, 3))
+    found, first = step.gather(step.init(weights)), step.gather(step.init())
+    name = "blocks.0.mlp.up"
+    assert torch.equal(found[f"{name}.weight"], weights[f"{name}.weight"])
+    assert torch.equal(found[f"{name}.row_mask_scores"], first[f"{name}.row_mask_scores"])
+    with pytest.raises(ValueError, match=r"row_mask_scores' must be among .* pass weights without scores to step.init"):
+        fzero.load_weights(tmp_path / "weights.pt", step=step)
+
+
 def test_a_model_on_meta_gets_the_scores_of_its_seed_and_the_masks_of_its_first_weights() -> None:
     techniques = {"row_pruning": ALL["row_pruning"], "sparse_pruning": MASKS["sparse_pruning"]}
     with torch.device("meta"):
