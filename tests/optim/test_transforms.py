@@ -94,6 +94,21 @@ def run_torch(make: Callable[..., torch.optim.Optimizer], values: Any, param: Te
 # --- the trajectories of torch.optim -----------------------------------------------------------------------------
 
 
+FORMULAS = [name for name in TRANSFORMS if name.startswith(("adam", "adagrad"))]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of the many small operations under vmap
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_formula_in_a_graph_has_the_trajectory_of_the_fused_kernel_to_rounding(name: str) -> None:
+    """Under `torch.vmap`, as in a graph, a fused kernel cannot run."""
+    transform, param, grads = TRANSFORMS[name], make_param(100), make_grads(100)
+    expected, _ = run(transform, param, grads)
+    param, state = param.clone()[None], optree.tree_map(lambda x: x[None], transform.init(param))
+    for grad, wanted in zip(grads, expected, strict=True):
+        _, param, state = torch.vmap(transform.update)(grad.clone()[None], param, state)
+        torch.testing.assert_close(param[0], wanted, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("numel", [0, 1, 7, 1000])
 @pytest.mark.parametrize("values", ADAMS.values(), ids=ADAMS)
 @pytest.mark.parametrize("name", ["adam", "adamw"])
