@@ -31,7 +31,8 @@ from fzero.plans.plan import Plan
 from fzero.runtime.fetched_parameters import FetchedParameters
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, enter, kind_of, late, was_changed, wrong_kind
+from fzero.runtime.module_binding import check_no_late_buffers
+from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, kind_of, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -253,6 +254,7 @@ class ModelInGraph:
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
                 raise late("parameter", name)
+        check_no_late_buffers(self._module.model, self._aliases, buffers)
         for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
@@ -286,7 +288,10 @@ class ModelInGraph:
     def _reads_from(self, tensors: Mapping[str, Tensor], see: See, buffer: See) -> Iterator[None]:
         """In the body, the module's own parameters are read as `tensors`, or as `see` gives them; held buffers by `buffer`."""
         own: dict[int, Tensor] = {id(param): param for param in self._module.parameters()}
-        names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
+        names = dict[int, str]()
+        for param, name in self._own.items():  # type: ignore[no-untyped-call]
+            check_no_hooks(name, param)
+            names[id(param)] = name
 
         def fetch(name: str) -> Tensor:
             return see(name) if name in self._compress.params else tensors[name]
