@@ -8,7 +8,7 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -255,16 +255,6 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
                 for key, own in dict.items(slots):
                     if own is not None:
                         raise late(kind, f"{prefix}.{key}")
-
-
-def check_no_late_buffers(model: nn.Module, aliases: Mapping[str, str], buffers: Collection[str]) -> None:
-    """Raises ValueError for a buffer that was registered after the step was made; caches belong to their module."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
-            is_cache = key in module._non_persistent_buffers_set
-            if buffer is not None and not is_cache and aliases.get(name, name) not in buffers:
-                raise late("buffer", name)
 
 
 @contextmanager
