@@ -26,7 +26,7 @@ from training import config, make, vectors
 
 import fzero
 
-FACTOR = 2.0
+FACTOR = RATE = 2.0
 HELD = torch.ones(16)
 FACTORS = {"scale": [2.0]}
 settings: Any = types.ModuleType("settings")
@@ -56,7 +56,7 @@ class OfClass:
 
     @property
     def named(self) -> float:
-        return FACTOR / 2
+        return RATE / 2
 
     @staticmethod
     def apply(x: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ class Reads(nn.Module):
         x = x * self.weak().factor * next(iter(self.frozen)).factor / 2**11  # type: ignore[union-attr]
         for factor in self.named.values():
             x = torch.tanh(x) * factor
-        return x * float(os.environ["FACTOR"])
+        return x * float(os.environ.get("FACTOR", "2.0"))
 
     def scaled(self, x: Tensor) -> Tensor:
         return self.dropout(x * FACTORS["scale"][0] * settings.factor * self.kept)  # type: ignore[attr-defined]
@@ -175,7 +175,7 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a default": lambda *_: _set(by_default.__defaults__[0], 0, 3.0),  # type: ignore[index]
     "a submodule": lambda model, _: setattr(model, "act", nn.Tanh()),
     "an attribute of a class": lambda *_: setattr(OfClass, "factor", 3.0),
-    "a global that a property names": lambda *_: _set(globals(), "FACTOR", 3.0),
+    "a global that a property names": lambda *_: _set(globals(), "RATE", 3.0),
     "an attribute of an autograd.Function": lambda *_: setattr(Scale, "factor", -8.0),
     "a list in a partial": lambda model, _: _set(model.partly.keywords["factors"], 0, 3.0),
     "a module outside of the model": lambda model, _: setattr(model.outside[0].config, "factor", 3.0),
@@ -205,7 +205,7 @@ HOOKS: list[Any] = []
 def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, Any]) -> tuple[list[float], int]:
     """The losses of three steps, and of two after the change; the number of graphs."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("FACTOR", "helped"):
+        for name in ("FACTOR", "RATE", "helped"):
             patch.setitem(globals(), name, globals()[name])
         for owner, name in ((settings, "factor"), (settings, "other"), (settings.inner, "factor"), (OfClass, "factor"),
                             (Scale, "factor"), (nn.Identity, "forward"), (torch, "tanh")):  # fmt: skip
