@@ -56,6 +56,10 @@ class WithLoss(nn.Module):
         with self.inside():
             return loss_of(self.model, self.loss_fn, batch, **self.how)
 
+    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Without the hooks of all modules: to the user this is no module."""
+        return self.forward(batch)
+
 
 class ModelInGraph:
     """The model on one rank, or on all ranks at once, computing with the tensors of a state.

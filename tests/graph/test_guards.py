@@ -7,7 +7,7 @@ import math
 import os
 import random
 import types
-from collections import UserDict, deque
+from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
@@ -21,6 +21,7 @@ import pytest
 import torch
 from test_compiled import AOT, SGD
 from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
 from torch.nn.modules.module import register_module_forward_hook
 from training import config, make, vectors
 
@@ -194,12 +195,9 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a submodule's class": lambda model, _: setattr(model.act, "__class__", nn.Tanh),
     "the forward of a class of torch": lambda *_: setattr(nn.Identity, "forward", lambda self, x: x * 3),
     "a function of torch": lambda *_: setattr(torch, "tanh", torch.sin),
-    "a hook of all modules": lambda *_: HOOKS.append(register_module_forward_hook(lambda *of: of[2] * 1.5)),
+    "a hook of all modules": lambda *_: register_module_forward_hook(lambda *of: of[2] * 1.5) and None,
     "a hook": lambda model, _: model.linear.register_forward_hook(lambda *of: of[2] * 3) and None,
 }
-
-
-HOOKS: list[Any] = []
 
 
 def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, Any]) -> tuple[list[float], int]:
@@ -212,6 +210,7 @@ def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, An
             patch.setattr(owner, name, getattr(owner, name))
         patch.setenv("FACTOR", "2.0")
         VARIABLE.set(2.0)
+        patch.setattr(torch_module, "_global_forward_hooks", OrderedDict())
         patch.setitem(FACTORS, "scale", [2.0])
         patch.setattr(Reads, "of_class", 2.0)
         patch.setattr(Reads, "scaled", Reads.scaled)
@@ -224,8 +223,6 @@ def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, An
                 change(model, loss_fn)  # type: ignore[arg-type]
             state, metrics = step(state, vectors(index))
             losses.append(metrics.loss.item())
-        while HOOKS:
-            HOOKS.pop().remove()
         return losses, 0 if step.program is None else len(step.program.compiled.graphs)
 
 
