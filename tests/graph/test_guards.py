@@ -232,7 +232,8 @@ def test_a_change_of_what_the_model_reads_has_the_eager_step_s_effect(change: st
     assert eager == pytest.approx(compiled, rel=1e-6)
     assert num_graphs == (1 if change in ("a tensor", "a tensor in place") else 2)
     unchanged, _ = _losses(None, {})
-    assert eager[:3] == unchanged[:3] and abs(eager[3] - unchanged[3]) > 1e-3 * unchanged[3]
+    assert eager[:3] == unchanged[:3]
+    assert max(abs(eager[i] - unchanged[i]) for i in (3, 4)) > 1e-3 * unchanged[3]  # a backward counts one step later
 
 
 def test_settings_of_pytorch_are_read_anew() -> None:
