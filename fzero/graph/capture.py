@@ -17,6 +17,8 @@ import sys
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from enum import Enum
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import optree
@@ -31,7 +33,8 @@ from fzero.compression.plan import CompressionPlan
 from fzero.graph.backends import BackendName, make_runner
 from fzero.graph.capture_errors import in_collectives, in_one_graph, too_often
 from fzero.graph.captured import Captured
-from fzero.graph.guards import TensorKind, settings
+from fzero.graph.guards import settings
+from fzero.graph.holdings import TensorKind
 from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
 from fzero.graph.tracing import Traced, trace
@@ -68,14 +71,22 @@ class Kind(NamedTuple):
     """The properties of arguments on which a graph depends."""
 
     treespec: optree.PyTreeSpec
+    keys: tuple[tuple[Any, ...], ...]
     leaves: tuple[Any, ...]
     settings: tuple[Any, ...]
 
     @classmethod
     def of(cls, arguments: Any) -> Self:
         """Shapes, strides, dtypes and devices of tensors; other leaves as they are; the present settings of PyTorch."""
-        leaves, treespec = optree.tree_flatten(arguments, none_is_leaf=True)
-        return cls(treespec, tuple(map(_kind_of, leaves)), settings())
+        keys = list[tuple[Any, ...]]()  # a tree has the keys of its dicts sorted, and code may read them in their order
+
+        def note(node: Any) -> bool:
+            if isinstance(node, dict):
+                keys.append(tuple(node))
+            return False
+
+        leaves, treespec = optree.tree_flatten(arguments, note, none_is_leaf=True)
+        return cls(treespec, tuple(keys), tuple(map(_kind_of, leaves)), settings())
 
 
 def _kind_of(leaf: Any) -> Any:
@@ -86,10 +97,12 @@ def _kind_of(leaf: Any) -> Any:
         return leaf.hex()
     if isinstance(leaf, set):
         return frozenset(leaf)
-    if type(leaf).__hash__ is None or any(isinstance(x, Tensor) for x in getattr(leaf, "__dict__", {}).values()):
+    kind, is_one_value = type(leaf), isinstance(leaf, Enum | type | FunctionType)
+    has_own_eq = any("__eq__" in vars(base) for base in kind.__mro__[:-1])
+    if kind.__hash__ is None or (not has_own_eq and not is_one_value and getattr(leaf, "__dict__", {})):
         raise ValueError(
             f"batch: must be of tensors, numbers and texts in tuples, lists and dicts where the step is one graph, got a "
-            f"{type(leaf).__name__}, whose contents a graph would not read anew; take its tensors out (dict(batch), "
+            f"{kind.__name__}, whose contents a graph would not read anew; take them out (dict(batch), vars(batch), "
             f"torch.from_numpy), or pass compile='block'"
         )
     return leaf
@@ -115,6 +128,8 @@ class Compiled:
         """Why the graph cannot run on such arguments; None if it can."""
         if self.kind.treespec != kind.treespec:
             return f"the batch has the structure {kind.treespec}, and had {self.kind.treespec}"
+        if self.kind.keys != kind.keys:
+            return f"the dicts of the batch have the keys {kind.keys}, and had {self.kind.keys}"
         for index, (now, then) in enumerate(zip(kind.leaves, self.kind.leaves, strict=True)):
             if type(now) is not type(then) or now != then:
                 return f"leaf {index} of the batch is {now}, and was {then}"

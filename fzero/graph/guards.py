@@ -2,11 +2,13 @@
 
 Recorded are:
 
-- the attributes of modules that were read, with the contents of lists, dicts and plain objects such as a configuration;
-- the globals that the forwards of the model's classes and the loss function name, and what the loss function has in its closure;
-  of classes that are no installed package's, the globals that all their methods name;
-- if such a global is a function, and no library's: the globals that it names; if it is a module: the attributes that are named;
-- PyTorch's settings that decide which operators run (`settings`).
+- the attributes of the model's modules that were read;
+- the globals that the forwards of the model's classes and the loss function name, and what they have in their closures;
+- what these values hold, and so on: items of containers, attributes of objects, of classes and of modules outside the model, the
+  bytes of arrays, the state of iterators and generators;
+- of each function, method and class found on the way, the globals that its code names. If such a global is a module: the
+  attributes that are named. Of installed packages only the forwards and the loss function count as code;
+- hooks of all modules, `os.environ` where it is named, and PyTorch's settings that decide which operators run (`settings`).
 
 Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
 of the graph, so that only its shape, dtype and device are compared.
@@ -14,16 +16,15 @@ of the graph, so that only its shape, dtype and device are compared.
 
 from __future__ import annotations
 
-import logging
+import os
 import sys
-import sysconfig
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import optree
 import torch
@@ -31,8 +32,19 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 
-_MISSING = object()
-_BY_VALUE = (int, float, complex, str, bytes, torch.Size)
+from fzero.graph.holdings import (
+    CONTAINERS,
+    MISSING,
+    Holding,
+    Structure,
+    TensorKind,
+    are_same,
+    is_installed,
+    is_same,
+    is_source,
+    look_at,
+)  # fmt: skip
+
 _BY_IDENTITY = (Tensor, nn.Module, type, FunctionType, BuiltinFunctionType, MethodType, ModuleType, partial)
 OF_RECURRENT = ("_flat_weights", "_flat_weight_refs")
 """Lists of a recurrent module's own parameters."""
@@ -40,9 +52,8 @@ _OF_THE_STATE = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "__dict__", "__class__", *OF_RECURRENT,
 )  # fmt: skip
 _DEEPEST = 6
+"""The most objects of installed packages that lie within each other; they may lead far away from what the model reads."""
 _CHANGEABLE = (list, set, dict, deque)
-_MOST_BYTES = 2**16
-_INSTALLED = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,26 +65,13 @@ class Place:
     name: str
 
     def get(self) -> Any:
-        return self.owner.get(self.key, _MISSING)
+        return self.owner.get(self.key, MISSING)
 
     def set(self, value: Any) -> None:
-        self.owner[self.key] = value
-
-
-class TensorKind(NamedTuple):
-    """The properties of a tensor on which a graph depends."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor) -> Self:
-        return cls(x.shape, x.stride(), x.dtype, x.device)
-
-    def __str__(self) -> str:
-        return f"{self.dtype} of shape {tuple(self.shape)} and strides {self.stride} on {self.device}"
+        if value is MISSING:
+            self.owner.pop(self.key, None)
+        else:
+            self.owner[self.key] = value
 
 
 class Guard:
@@ -84,48 +82,49 @@ class Guard:
 
     def __init__(self) -> None:
         self._values: list[tuple[Place, Any]] = []
-        self._contents: list[tuple[str, Any, Any]] = []
-        self._seen: set[int] = set()
-        self._attributes: set[int] = set()  # the `vars` of objects
+        self._holdings: list[Holding] = []
+        self._followed: dict[int, Any] = {}  # by identity, which is theirs as long as they live
+        self._own: set[int] = set()  # the attributes of the model's modules
+        self._todo: deque[tuple[Any, str, int]] = deque()
         self._cached: list[Any] = []  # functions with lru_cache
 
     @classmethod
     @contextmanager
     def recording(cls, model: nn.Module, functions: Iterable[Callable[..., Any]]) -> Iterator[Self]:
-        """Records which attributes of the model's modules the body reads, and the globals and closures of `functions`.
+        """Records which attributes of the model's modules the body reads, and what its forwards and `functions` read.
 
         Inside, every access to an attribute of a module takes a little longer, in all threads.
         """
         guard = cls()
+        names = {id(module): f"model.{name}".rstrip(".") for name, module in model.named_modules()}
+        for module in model.modules():
+            guard._followed[id(module)] = module
+            guard._own.add(id(vars(module)))
+            guard._hold(names[id(module)], Structure(module))
         for function in functions:
-            guard._record_function(function)
+            guard._follow_code(function)
         for kind in {base for module in model.modules() for base in type(module).__mro__}:
-            methods = [vars(kind).get("forward")] if _is_installed(kind) else list(vars(kind).values())
-            for method in methods if kind.__module__.partition(".")[0] != "torch" else ():
-                if isinstance(method, FunctionType):
-                    guard._record_function(method)
-                else:
-                    guard._record_contents(method, kind.__name__, _DEEPEST)
-        for name, module in model.named_modules():
-            guard._attributes.add(id(module._modules))
-            guard._contents.append((f"the modules of {name or 'model'}", module._modules, dict(module._modules)))
-        names = {id(module): name for name, module in model.named_modules()}
+            forward = vars(kind).get("forward")
+            if isinstance(forward, FunctionType) and kind.__module__.partition(".")[0] != "torch":
+                guard._follow_function(forward)
+            guard._follow(kind, kind.__name__)
+        guard._follow_code(nn.Module._call_impl)  # it names the hooks of all modules
         read: set[tuple[int, str]] = set()
         get = object.__getattribute__
 
         def access(self: nn.Module, key: str) -> Any:
-            at = (id(self), key)
-            own = get(self, "__dict__")
-            is_replaced = key == "forward" and hasattr(own.get(key), "fzero_drops")  # only while a step runs
-            if at not in read and at[0] in names and key not in _OF_THE_STATE and not is_replaced:
-                read.add(at)
-                kind = type(self)
-                name = f"model.{names[at[0]]}{'.' if names[at[0]] else ''}{key}"
-                if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
-                    guard._record(Place(own, key, name), own.get(key, _MISSING))
-                    base = next((base for base in kind.__mro__ if key in vars(base)), nn.Module)
-                    if not _is_installed(base):
-                        guard._record(Place(vars(base), key, f"{base.__name__}.{key}"), vars(base)[key])  # type: ignore[arg-type]
+            at, own = (id(self), key), get(self, "__dict__")
+            if key == "__dict__":
+                if at not in read and at[0] in names and _is_of_the_user(sys._getframe(1).f_globals):
+                    read.add(at)
+                    for each in own.keys() - set(_OF_THE_STATE):
+                        guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
+            elif at not in read and at[0] in names and key not in _OF_THE_STATE:
+                is_replaced = key == "forward" and hasattr(own.get(key), "fzero_drops")  # only while a step runs
+                if not is_replaced:
+                    read.add(at)
+                    if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
+                        guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
             return get(self, key)
 
         nn.Module.__getattribute__ = access  # type: ignore[method-assign, assignment]
@@ -138,111 +137,141 @@ class Guard:
         """A text about one value that has changed since; None if none has."""
         for place, then in self._values:
             now = place.get()
-            if now is not then and not _is_same(now, then):
+            if now is not then and not is_same(now, then):
                 return f"{place.name} == {_text(now)}, and was {_text(then)}"
-        for name, container, contents in self._contents:
-            if (contents or len(container)) and not _is_same_content(container, contents):
-                return f"the contents of {name}"
+        for holding in self._holdings:
+            if not are_same(holding.look(holding.value), holding.parts):
+                return f"the contents of {holding.name}"
         return None
 
     def undo(self) -> str | None:
         """Undoes what the body has done to the contents of containers; returns the name of one, or None.
 
-        An object keeps its new attributes, unless one is a tensor of the trace: then the next capture sees them.
+        Other values stay as the body has set them, unless they are tensors of the trace: then the next capture sees them.
         """
         for cached in self._cached:
             cached.cache_clear()  # it may hold tensors of the trace
-        changed = [x for x in self._contents if isinstance(x[1], _CHANGEABLE) and not _is_same_content(*x[1:])]
-        changed = [x for x in changed if id(x[1]) not in self._attributes or has_traced(x[1])]
-        for _, container, contents in changed:
-            container.clear()
-            container.extend(contents) if isinstance(container, list | deque) else container.update(contents)
-        return changed[0][0] if changed else None
-
-    def _record_function(self, function: Callable[..., Any]) -> None:
-        """The globals that a function names, and its closure; of a callable object its attributes, too."""
-        if isinstance(function, MethodType):
-            self._record_method(function)
-            return
-        if id(function) in self._seen:
-            return
-        self._seen.add(id(function))
-        if not isinstance(function, FunctionType):
-            if hasattr(function, "__dict__") and not isinstance(function, _BY_IDENTITY):
-                self._record_contents(vars(function), type(function).__name__, 0)
-            calls = [vars(kind).get("__call__") for kind in type(function).__mro__]
-            for call in filter(None, calls[:1]):
-                self._record_function(call)
-            return
-        self._record_contents(vars(function), function.__name__, 0)
-        self._record_contents(function.__defaults__, f"the defaults of {function.__name__}", 0)
-        names = _names(function.__code__)
-        for name in names & function.__globals__.keys():
-            value = function.__globals__[name]
-            self._record(Place(function.__globals__, name, name), value)
-            if isinstance(value, FunctionType) and not _is_installed(value):
-                self._record_function(value)
-            elif isinstance(value, ModuleType) and not _is_installed(value):
-                for attribute in names & vars(value).keys():
-                    self._record(Place(vars(value), attribute, f"{name}.{attribute}"), vars(value)[attribute])
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                value = cell.cell_contents
-            except ValueError:  # not yet assigned
+        found = []
+        for place, then in self._values:
+            if (now := place.get()) is not then and id(place.owner) not in self._own and has_traced(now):
+                place.set(then)
+                found.append(place.name)
+        for holding in self._holdings:
+            now = holding.look(holding.value)
+            if are_same(now, holding.parts):
                 continue
-            self._record(Place(_Cell(cell), name, name), value)
+            if isinstance(holding.value, _CHANGEABLE) or is_source(holding.value) or has_traced(now):
+                holding.restore()
+                found.append(holding.name)
+        return found[0] if found else None
 
-    def _record_method(self, method: MethodType) -> None:
-        """As `_record_function`, and the attributes of its object that it and the methods that it calls name."""
-        owner, function = method.__self__, method.__func__
-        self._record_function(function)
-        own = vars(owner) if hasattr(owner, "__dict__") and not isinstance(owner, nn.Module | type) else {}
-        names, found = {function.__name__} if own else set(), set[str]()
-        while names - found:
-            name = (names - found).pop()
-            found.add(name)
-            called = function if name == function.__name__ else getattr(type(owner), name, None)
-            if name in own:
-                self._record(Place(own, name, f"{type(owner).__name__}.{name}"), own[name])
-            elif isinstance(called, FunctionType):
-                self._record_function(called)
-                names |= _names(called.__code__)
+    # --- what values hold ------------------------------------------------------------------------------------------
 
-    def _record(self, place: Place, value: Any, depth: int = 0) -> None:
-        if isinstance(value, Tensor) and place.name.startswith("model."):
-            value = TensorKind.of(value)
-        self._values.append((place, value))
-        self._record_contents(value, place.name, depth)
+    def _record(self, place: Place, depth: int = 0) -> None:
+        """Records an entry, and what its value holds."""
+        value = place.get()
+        is_input = isinstance(value, Tensor) and id(place.owner) in self._own
+        self._values.append((place, TensorKind.of(value) if is_input else value))
+        self._follow(value, place.name, depth)
 
-    def _record_contents(self, value: Any, name: str, depth: int) -> None:
-        if isinstance(value, FunctionType | MethodType) and not _is_installed(value):
-            self._record_function(value)
+    def _hold(self, name: str, value: Any) -> list[tuple[Any, Any]]:
+        """Records the parts of a value; returns them with their names or numbers, without those that bytes stand for."""
+        if (found := look_at(value)) is None:
+            return []
+        look, has_names = found
+        holding = Holding(name, value, look, look(value), has_names)
+        self._holdings.append(holding)
+        return holding.items
+
+    def _follow(self, value: Any, name: str, depth: int = 0) -> None:
+        """Records what a value holds, and what its code reads.
+
+        Args:
+            depth: the number of objects of installed packages on the way to it.
+        """
+        self._todo.append((value, name, depth))
+        if len(self._todo) > 1:
+            return  # the loop below is at work
+        while self._todo:
+            self._follow_next(*self._todo[0])
+            self._todo.popleft()
+
+    def _follow_next(self, value: Any, name: str, depth: int) -> None:
+        if isinstance(value, type | FunctionType | ModuleType) and is_installed(value):
+            return
+        if id(value) in self._followed or isinstance(value, ModuleType) or depth > _DEEPEST:
+            return
+        if isinstance(value, FunctionType):
+            self._follow_function(value)
+            return
+        self._followed[id(value)] = value
+        if isinstance(value, MethodType):
+            self._follow_method(value)
+            return
         if hasattr(value, "cache_clear") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
             self._cached.append(value)
-        if isinstance(value, _BY_IDENTITY) or id(value) in self._seen or depth > _DEEPEST:
+        if items := self._hold(name, value):
+            for kind in (type(value), *getattr(value, "__bases__", ())):
+                self._follow(kind, kind.__name__)
+            depth += is_installed(type(value)) and not isinstance(value, (dict, *CONTAINERS, nn.Module))
+            for key, held in items:
+                self._follow(held, f"{name}[{key!r}]" if isinstance(key, int) else f"{name}.{key}", depth)
+
+    def _follow_code(self, function: Callable[..., Any]) -> None:
+        """A function or a callable object of the user, also if an installed package defines it."""
+        self._follow(function, getattr(function, "__name__", type(function).__name__))
+        call = function if isinstance(function, FunctionType) else vars(type(function)).get("__call__")
+        if isinstance(call, FunctionType):
+            self._follow_function(call)
+
+    def _follow_function(self, function: FunctionType) -> None:
+        """What a function holds, the globals that it names, and its closure."""
+        if id(function) in self._followed:
             return
-        if isinstance(value, dict):
-            items: Mapping[Any, Any] = dict(dict.items(value))  # a subclass may make its values anew
-            contents: Any = items
-        elif isinstance(value, list | set | tuple | deque):
-            items, contents = dict(enumerate(value)), type(value)(value) if type(value) in (list, set) else tuple(value)
-        elif hasattr(value, "tobytes") and getattr(value, "nbytes", _MOST_BYTES) < _MOST_BYTES:  # an array of NumPy
-            items, contents = {}, value.tobytes()
-        elif isinstance(value, logging.Logger | TensorKind):
+        self._followed[id(function)] = function
+        for key, held in self._hold(function.__name__, function):
+            self._follow(held, f"{function.__name__}.{key}")
+        names = _names(function.__code__)
+        for name in sorted(names & function.__globals__.keys()):
+            self._record(Place(function.__globals__, name, name))
+            if isinstance(value := function.__globals__[name], ModuleType):
+                self._follow_module(value, names, name, set())
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._record(Place(_Cell(cell), name, name))
+
+    def _follow_module(self, module: ModuleType, names: set[str], path: str, above: set[int]) -> None:
+        """The attributes of a module that code names, also those of modules in it."""
+        if module is os and not names.isdisjoint(("environ", "getenv")):
+            self._follow(os.environ, "os.environ")
+        for name in sorted(names & vars(module).keys()) if id(module) not in above else ():
+            place, value = Place(vars(module), name, f"{path}.{name}"), vars(module)[name]
+            self._values.append((place, value)) if is_installed(module) else self._record(place)
+            if isinstance(value, ModuleType):
+                self._follow_module(value, names, place.name, above | {id(module)})
+
+    def _follow_method(self, method: MethodType) -> None:
+        """A method's code, and the attributes of its object that it and the methods that it calls name."""
+        owner, function = method.__self__, method.__func__
+        if isinstance(function, FunctionType):
+            self._follow_function(function)
+        if isinstance(owner, type | nn.Module) or not hasattr(owner, "__dict__"):
+            self._follow(owner, type(owner).__name__)
             return
-        elif hasattr(value, "__dict__"):
-            items, contents = vars(value), dict(vars(value))
-            value = vars(value)
-            self._attributes.add(id(value))
-        elif hasattr(type(value), "__slots__") and not _is_installed(type(value)):
-            value = items = _Slots(value)
-            contents = dict(value)
-        else:
-            return
-        self._seen.add(id(value))
-        self._contents.append((name, value, contents))
-        for key, item in items.items():
-            self._record_contents(item, f"{name}[{key!r}]" if isinstance(key, int) else f"{name}.{key}", depth + 1)
+        own, kinds = vars(owner), [kind for kind in type(owner).__mro__ if not is_installed(kind)]
+        names, found = {function.__name__}, set[str]()
+        while left := names - found:
+            found.add(name := left.pop())
+            if name in own:
+                self._record(Place(own, name, f"{type(owner).__name__}.{name}"))
+                continue
+            for kind in kinds:
+                if name in vars(kind):
+                    self._record(Place(_OfClass(kind), name, f"{kind.__name__}.{name}"))
+            called = getattr(type(owner), name, None)
+            called = called.fget if isinstance(called, property) else called
+            if isinstance(called, FunctionType):
+                self._follow_function(called)
+                names |= _names(called.__code__)
 
 
 class _Cell(dict[str, Any]):
@@ -255,41 +284,45 @@ class _Cell(dict[str, Any]):
     def get(self, key: str, default: Any = None) -> Any:
         try:
             return self._cell.cell_contents
-        except ValueError:
+        except ValueError:  # not yet assigned
             return default
 
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cell.cell_contents = value
 
-class _Slots(Mapping[str, Any]):
-    """The attributes of an object whose class has `__slots__`."""
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
+class _OfClass(dict[str, Any]):
+    """The attributes of a class as a dict that can be written."""
 
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self._owner, key)
+    def __init__(self, kind: type) -> None:
+        super().__init__()
+        self._kind = kind
 
-    def __iter__(self) -> Iterator[str]:
-        names = (name for kind in type(self._owner).__mro__ for name in vars(kind).get("__slots__", ()))
-        return (name for name in names if hasattr(self._owner, name))
+    def get(self, key: str, default: Any = None) -> Any:
+        return vars(self._kind).get(key, default)
 
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
+    def __setitem__(self, key: str, value: Any) -> None:
+        setattr(self._kind, key, value)
 
 
 def settings() -> tuple[Any, ...]:
     """The settings of PyTorch on which the operators of a function depend."""
     autocast = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    return torch.get_default_dtype(), *autocast, torch.are_deterministic_algorithms_enabled()
+    attention = [is_on() for is_on in _ATTENTION]
+    return torch.get_default_dtype(), *autocast, torch.are_deterministic_algorithms_enabled(), *attention
 
 
-def _is_installed(value: Any) -> bool:
-    """Whether a class, function or module belongs to fzero, Python or an installed package, whose globals are not followed."""
-    name = str(value.__name__ if isinstance(value, ModuleType) else value.__module__)
-    package = name.partition(".")[0]
-    if package in ("fzero", "sharding") or package in sys.stdlib_module_names:
-        return True
-    file = getattr(sys.modules.get(name), "__file__", None)
-    return file is not None and file.startswith(_INSTALLED)
+_ATTENTION = [
+    getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "math", "mem_efficient", "cudnn")
+]
+
+
+def _is_of_the_user(scope: Mapping[str, Any]) -> bool:
+    """Whether the globals of a function are those of a module that is not installed."""
+    return scope is not _OF_MODULES and not is_installed(sys.modules.get(scope.get("__name__", ""), torch))
+
+
+_OF_MODULES = vars(sys.modules[nn.Module.__module__])
 
 
 def has_traced(value: Any) -> bool:
@@ -303,38 +336,12 @@ def has_traced(value: Any) -> bool:
 
 def _text(value: Any) -> str:
     return (
-        str(TensorKind.of(value)) if isinstance(value, Tensor) else "missing" if value is _MISSING else f"{value!r:.80}"
+        str(TensorKind.of(value)) if isinstance(value, Tensor) else "missing" if value is MISSING else f"{value!r:.80}"
     )
 
 
-def _is_same(now: Any, then: Any) -> bool:
-    if isinstance(then, TensorKind):
-        return isinstance(now, Tensor) and TensorKind.of(now) == then
-    if type(now) is not type(then):
-        return False
-    if isinstance(then, _BY_VALUE):
-        return bool(now == then)
-    return isinstance(then, tuple) and len(now) == len(then) and all(map(_is_equal, now, then))
-
-
-def _is_equal(now: Any, then: Any) -> bool:
-    return now is then or _is_same(now, then)
-
-
-def _is_same_content(now: Any, then: Any) -> bool:
-    if isinstance(then, bytes):
-        return bool(now.tobytes() == then)
-    if len(now) != len(then):
-        return False
-    if isinstance(then, dict):
-        held = dict.items(now) if isinstance(now, dict) else now.items()
-        return all(key in then and _is_equal(value, then[key]) for key, value in held)
-    if isinstance(then, set):
-        return bool(now == then)
-    return all(map(_is_equal, now, then))
-
-
 def _names(code: CodeType) -> set[str]:
-    """The names that code may read from its globals, its inner functions' too."""
+    """The names that code may read from its globals, its inner functions' too, and the texts in it, for `getattr`."""
     inner = [_names(x) for x in code.co_consts if isinstance(x, CodeType)]
-    return set(code.co_names).union(*inner)
+    texts = (x for x in code.co_consts if isinstance(x, str))
+    return {*code.co_names, *texts}.union(*inner)

@@ -8,7 +8,7 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ from fzero.plans.plan import Plan
 from fzero.runtime.fetched_parameters import FetchedParameters
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, enter, kind_of, late, was_changed, wrong_kind
+from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, kind_of, late, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -55,6 +55,10 @@ class WithLoss(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
         with self.inside():
             return loss_of(self.model, self.loss_fn, batch, **self.how)
+
+    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """Without the hooks of all modules: to the user this is no module."""
+        return self.forward(batch)
 
 
 class ModelInGraph:
@@ -253,6 +257,7 @@ class ModelInGraph:
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
                 raise late("parameter", name)
+        _check_no_late_buffers(self._module.model, self._aliases, buffers)
         for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
@@ -286,7 +291,10 @@ class ModelInGraph:
     def _reads_from(self, tensors: Mapping[str, Tensor], see: See, buffer: See) -> Iterator[None]:
         """In the body, the module's own parameters are read as `tensors`, or as `see` gives them; held buffers by `buffer`."""
         own: dict[int, Tensor] = {id(param): param for param in self._module.parameters()}
-        names = {id(param): name for param, name in self._own.items()}  # type: ignore[no-untyped-call]
+        names = dict[int, str]()
+        for param, name in self._own.items():  # type: ignore[no-untyped-call]
+            check_no_hooks(name, param)
+            names[id(param)] = name
 
         def fetch(name: str) -> Tensor:
             return see(name) if name in self._compress.params else tensors[name]
@@ -302,3 +310,13 @@ def as_parameter(tensor: Tensor) -> Tensor:
     """The same tensor, which now passes as an `nn.Parameter`."""
     tensor._is_param = True  # type: ignore[attr-defined]
     return tensor
+
+
+def _check_no_late_buffers(model: nn.Module, aliases: Mapping[str, str], buffers: Collection[str]) -> None:
+    """Raises ValueError for a buffer that was registered after the step was made; caches belong to their module."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            is_cache = key in module._non_persistent_buffers_set
+            if buffer is not None and not is_cache and aliases.get(name, name) not in buffers:
+                raise late("buffer", name)

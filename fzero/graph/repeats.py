@@ -49,7 +49,7 @@ class Repeats:
         before = [_node(value_of(x), mode.tracer) for x in tensors]
         known = self._known.get(kind)
         if known is None:
-            last = next(reversed(graph.nodes))
+            last = next(iter(reversed(graph.nodes)))
             function(*tensors)
             between, node = list[Node](), last.next
             while node.op != "root":

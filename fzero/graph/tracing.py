@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.common.collector import collector_paused
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
+from fzero.graph.holdings import MISSING
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.runtime.held_tensors import Held
@@ -275,6 +276,7 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
                     f"the forward stores tensors in a {type(value).__name__}, {place.name!r}; store each in an attribute"
                 )
             replaced.append((place, value))
+        replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]
     return kept, replaced
 
 
