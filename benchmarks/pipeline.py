@@ -39,9 +39,21 @@ ROWS = 32  # of a micro-batch
 CONTENDERS = ("fzero", "torch", "DeepSpeed")
 
 
+class Scale(nn.Module):
+    """A factor for each column. As first layer it makes the stages equal: all products have a gradient for their input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
 def model(width: int, depth: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)))
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(depth)]
+    return nn.Sequential(nn.Sequential(Scale(width), *blocks[0]), *blocks[1:])
 
 
 def of_fzero(

@@ -1,19 +1,35 @@
-"""Where the state of a pipeline comes from and goes to: `meta`, files of weights, optimizer state in files, 16-bit exports."""
+"""Where the state of a pipeline comes from and goes to: `meta`, files of weights and state, 16-bit exports; unusual layers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ranks import RankPool
-from test_pipelines import Block, Case, End, Norm, Start, data, flip, layers, simulated, tied_layers
+from test_pipelines import (
+    VOCABULARY,
+    WIDTH,
+    Block,
+    Case,
+    End,
+    Norm,
+    Start,
+    assert_same as same_bits,
+    data,
+    flip,
+    layers,
+    simulated,
+    tied_layers,
+)
 from torch import Tensor, nn
 
 import fzero
 from fzero.estimation import estimate_layers
 from fzero.pipeline import LayerSpec, Pipeline, PipelineModule
+from fzero.runtime.module_binding import Binding
 from sharding import Mesh
 
 
@@ -107,6 +123,128 @@ def test_stages_cut_by_cost_train_with_the_same_bits() -> None:
     step = step_of(module(2), 2, Pipeline(partition=costs))
     assert_same(trained(step), wanted)
     assert_same(trained(step_of(module(2), 2, Pipeline(partition=[0, 1, 7]))), wanted)
+
+
+# --- unusual layers -----------------------------------------------------------------------------------------------------
+
+
+class Twice(torch.autograd.Function):
+    """A function of one's own with two outputs, of which a layer may use one; it cannot be differentiated twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.set_materialize_grads(False)
+        return x * weight, x + weight
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, of_product: Tensor | None, of_sum: Tensor | None) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        zero = torch.zeros_like(x)
+        of_product, of_sum = (zero if grad is None else grad for grad in (of_product, of_sum))
+        return of_product * weight + of_sum, (of_product * x + of_sum).sum((0, 1))
+
+
+class Plain(nn.Module):
+    """A layer of one tensor.
+
+    Args:
+        frozen: whether nothing of it trains.
+        own: whether it computes by a function of its own; twice with one weight if it is 2.
+        factor: of what goes into its tanh: where it is large, a gradient in fp16 overflows here first.
+    """
+
+    def __init__(self, frozen: bool = False, own: int = 0, factor: float = 1.0) -> None:
+        super().__init__()
+        self.linear, self.own, self.factor = nn.Linear(WIDTH, WIDTH), own, factor
+        self.requires_grad_(not frozen)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.own):
+            x = Twice.apply(x, self.linear.bias)[0]
+        return torch.tanh(self.linear(x) * self.factor)
+
+
+class First(nn.Embedding):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__(VOCABULARY, WIDTH)
+        self.requires_grad_(not frozen)
+
+
+class Last(nn.Linear):
+    def __init__(self, frozen: bool = False) -> None:
+        super().__init__(WIDTH, VOCABULARY)
+        self.requires_grad_(not frozen)
+
+
+def frozen_layers(pattern: str) -> Callable[[float], list[Any]]:
+    """Layers of which those with a 1 in the pattern are frozen."""
+    kinds = [First, *[Plain] * (len(pattern) - 2), Last]
+    return lambda p: [LayerSpec(kind, frozen=bit == "1") for kind, bit in zip(kinds, pattern, strict=True)]
+
+
+def some_layers(number: int, **of_one: Any) -> Callable[[float], list[Any]]:
+    """So many layers; `of_one`: what the third one is."""
+    blocks = [LayerSpec(Plain, **(of_one if index == 1 else {})) for index in range(number - 2)]
+    return lambda p: [LayerSpec(First), *blocks, LayerSpec(Last)]
+
+
+def check_law(case: Case, *divisions: tuple[int, str]) -> list[tuple[float, ...]]:
+    reference = simulated(case._replace(stages=0))
+    for stages, order in divisions:
+        same_bits(simulated(case._replace(stages=stages, order=order)), reference)
+    return reference[0]
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "11100011",
+        *(
+            pytest.param(p, marks=pytest.mark.long)
+            for p in ("11110000", "00001111", "00111100", "10101010", "11111110")
+        ),
+    ],
+)
+def test_whole_stages_may_be_frozen(pattern: str) -> None:
+    """No gradient goes back to a stage that needs none, and one goes through a frozen stage to one that trains."""
+    check_law(Case(made=frozen_layers(pattern)), (2, "1f1b"), (4, "zero_bubble"), (2, "interleaved:2"))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("number", "chunks", "num_micro"), [(7, 2, 4), (7, 3, 4), (8, 3, 3), (9, 2, 5), (6, 3, 1)])
+def test_layers_and_micro_batches_need_not_divide(number: int, chunks: int, num_micro: int) -> None:
+    check_law(Case(made=some_layers(number), num_micro=num_micro), (2, f"interleaved:{chunks}"), (3, "1f1b"))
+
+
+@pytest.mark.parametrize("own", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_functions_of_ones_own_may_be_cut_into_two_backwards(own: int) -> None:
+    check_law(Case(made=some_layers(6, own=own)), (3, "zero_bubble"))
+
+
+@pytest.mark.long
+def test_an_overflow_of_one_stage_is_one_of_all() -> None:
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}
+    for factor in (1.0, 256.0):
+        case = Case(made=some_layers(8, factor=factor), num_steps=8, keys=keys)
+        curve = check_law(case, (2, "1f1b"), (4, "zero_bubble"), (4, "gpipe"))
+        assert len({bool(overflow) for *_, overflow, _ in curve}) == 2
+
+
+def test_a_stage_without_module_buffers_binds_its_model_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = fzero.simulate(Case(2, made=some_layers(4), num_data=1).step(), by="lockstep")
+    first, second = data(2, 4, 1)
+    state, _ = ranks(ranks.init(), first)  # which also looks for gradients that the model has written by itself
+    bound, to = list[Any](), Binding.to
+
+    def counted(self: Binding, *given: Any) -> Any:
+        bound.append(self)
+        return to(self, *given)
+
+    monkeypatch.setattr(Binding, "to", counted)
+    ranks(state, second)
+    assert len(bound) == 2
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
