@@ -181,13 +181,6 @@ class Gathers:
         pairs = zip(unit.buffers, self.full(unit), strict=True)
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
-    def _view(self, name: str) -> Tensor:
-        """One parameter of a unit in use, as it was gathered."""
-        unit, buffer = self._plan.homes[name]
-        flat: Any = self._live.get(unit.name, {}).get(buffer.key, self._params[buffer.key])
-        start, stop = buffer.layout.bounds(name)
-        return flat[start:stop].view(buffer.layout.shape(name))  # type: ignore[no-any-return]
-
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The compressed values of a unit in use, by parameter name. A saved view of one is made again, too."""
         if not self._seen.is_on:
@@ -205,7 +198,9 @@ class Gathers:
 
         def again(names: Iterable[str]) -> dict[str, Tensor]:
             need(unit.name)
-            return {name: self._view(name) for name in names}
+            flats: dict[str, Any] = {**self._params, **self._live.get(unit.name, {})}
+            homes = ((own, self._plan.homes[own][1]) for own in names)
+            return {own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own)) for own, b in homes}
 
         return self._seen.pulled(name, grad, again)
 

@@ -42,8 +42,6 @@ class SeenParams:
     def close(self) -> None:
         """Drops all values."""
 
-    def pulled(
-        self, name: str, grad: Tensor, full: Callable[[Collection[str]], Mapping[str, Tensor]]
-    ) -> dict[str, PulledGrad]:
+    def pulled(self, name: str, grad: Tensor, full: Callable[..., Mapping[str, Tensor]]) -> dict[str, PulledGrad]:
         """The gradients of a compressed parameter and of its scores, from the gradient of the value that a module saw."""
         raise AssertionError(f"{name} is not compressed")
