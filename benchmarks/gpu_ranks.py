@@ -56,8 +56,8 @@ def between_ranks(scale: Any) -> dict[str, Any]:
 def hang(scale: Any) -> dict[str, Any]:
     """The last rank stays away from a step: the others must name it, and the job must end."""
     code, text, _ = run_job("hang", scale.device, "--timeout", str(SECONDS_TO_WAIT[scale.device]))
-    missing = f"rank {num_ranks(scale.device) - 1}"
-    named = [line.strip() for line in text.splitlines() if "CollectiveError" in line and missing in line]
+    missing = f"rank {num_ranks(scale.device) - 1} "
+    named = [line[line.index(missing) :] for line in text.splitlines() if missing in line and "has not come" in line]
     rows = [named[0][:300]] if named else [f"exit {code}: {_last_line(text)}"]
     return {"passed": bool(named) and code != 0, "rows": rows}
 

@@ -319,7 +319,7 @@ def main() -> None:
     get_context("forkserver").set_forkserver_preload(["plans"])
     rates = [fzero.profiling.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
     for rate in rates:
-        print_report(rate)
+        console.print(rate, soft_wrap=True)
     cases = list(run(args, console, rates[0].machine if rates else fzero.graph.MachineModel()))
     if args.what == "memory":
         print_report(table_of(cases, tuple(BARS), 1e6, "MB"))
@@ -341,7 +341,7 @@ def main() -> None:
             )
         console.print("rates before and after")
         for rate in rates:
-            print_report(rate)
+            console.print(rate, soft_wrap=True)
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / f"{args.what}.json").write_text(
         json.dumps({"cases": cases, "rates": [str(r) for r in rates]}, indent=1)

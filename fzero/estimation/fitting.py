@@ -22,6 +22,7 @@ from rich.table import Table
 from torch import nn
 
 from fzero.common.arguments import check_kind
+from fzero.common.collector import collector_paused
 from fzero.common.text_tables import as_text, scale_of, shown
 from fzero.config.config import ConfigError
 from fzero.estimation.compare import Keys, keys_of, quietly, samples_of
@@ -145,6 +146,7 @@ class Fit:
         return as_text(self)
 
 
+@collector_paused()  # a search makes many objects, and few cycles of them
 def fit(
     model: nn.Module,
     cfg: Any = None,
