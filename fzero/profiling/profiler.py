@@ -22,9 +22,9 @@ from torch.nn import functional
 from fzero.common.arguments import check_loss_fn, check_model
 from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
+from fzero.optim.adam_kernels import adamw
 from fzero.optim.fragments import ShardContents
 from fzero.optim.precision import mixed_precision
-from fzero.optim.transforms import adamw
 from fzero.plans.param_groups import optimizers_of
 from fzero.plans.plan import plan
 from fzero.profiling.module_timer import ModuleTimer
