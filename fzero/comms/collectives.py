@@ -351,8 +351,7 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
         dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
         with explained(label):
             dist.broadcast(dense, axis.global_rank(source), group=axis.group)
-        if dense is not x:
-            x.copy_(dense)
+        return x if dense is x else x.copy_(dense)
     return x
 
 
