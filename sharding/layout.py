@@ -11,7 +11,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate, starmap
+from itertools import accumulate
 
 from sharding.checks import check_at_least, check_shape
 from sharding.partition import Partition
@@ -133,14 +133,6 @@ class FlatLayout:
         >>> list(FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).within(4, 7))
         [Fragment(name='w', start=4, stop=6, offset=0), Fragment(name='b', start=0, stop=1, offset=2)]
         """
-        return starmap(Fragment, self.parts_within(start, stop))
-
-    def parts_within(self, start: int, stop: int) -> Iterator[tuple[str, int, int, int]]:
-        """The fields of the same fragments.
-
-        >>> list(FlatLayout(("w", "b"), ((2, 3), (3,)), world_size=2).parts_within(4, 7))
-        [('w', 4, 6, 0), ('b', 0, 1, 2)]
-        """
         # If several parameters start at one offset, only the last one can have elements; the search finds that one.
         for place in range(max(bisect_right(self.offsets, start) - 1, 0), len(self.names)):
             offset, numel = self.offsets[place], self.numels[place]
@@ -148,7 +140,7 @@ class FlatLayout:
                 return
             first, last = max(start - offset, 0), min(stop - offset, numel)
             if first < last:
-                yield self.names[place], first, last, offset + first - start
+                yield Fragment(self.names[place], first, last, offset + first - start)
 
     def num_within(self, start: int, stop: int) -> int:
         """The number of parameters, with empty ones, that `within` visits; it yields at most that many fragments.

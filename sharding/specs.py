@@ -125,9 +125,7 @@ class Placement:
 
 
 DEVICE = Placement()
-
-_partition = lru_cache(4096)(Partition)
-"""Partitions are values: the many flat buffers of a large model have few different ones, and are asked for them often."""
+_partition = lru_cache(4096)(Partition)  # many flat buffers have few different ones, and are asked for them often
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,10 +84,7 @@ def moves_from(old: FlatLayout, new: FlatLayout, rank: int) -> Iterator[Move]:
     Move(source_rank=1, source_start=0, source_stop=2, target_rank=2, target_start=0)
     Move(source_rank=1, source_start=2, source_stop=4, target_rank=3, target_start=0)
     """
-    bounds = old.partition.bounds(rank)
-    if _have_one_order(old, new):
-        return _moves(_run_within(old, *bounds), old, new)
-    found = _shared(old, new, *bounds)
+    found = _shared(old, new, *old.partition.bounds(rank))
     parts = (_Run(start, new.bounds(name)[0] + first, numel) for name, first, start, numel in found)
     return _moves(sorted(parts, key=_by_target), old, new)
 
@@ -170,20 +167,11 @@ def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:
 
 def _runs_to(old: FlatLayout, new: FlatLayout, ranks: range) -> list[_Run]:
     """The fragments, of parameters of both layouts, in the new shards of consecutive ranks, sorted by target."""
-    if _have_one_order(old, new):
-        return _run_within(new, *_bounds(new, ranks))
+    if old.names == new.names and old.numels == new.numels:  # in one order all are one run
+        start, stop = _bounds(new, ranks)
+        return [_Run(start, start, min(stop, new.numel) - start)] if start < min(stop, new.numel) else []
     found = _shared(new, old, *_bounds(new, ranks)) if ranks else ()
     return sorted((_Run(old.bounds(n)[0] + first, start, numel) for n, first, start, numel in found), key=_by_target)
-
-
-def _have_one_order(old: FlatLayout, new: FlatLayout) -> bool:
-    """Whether the parameters of one layout, without its padding, lie in the other just as they do in it."""
-    return old.names == new.names and old.numels == new.numels
-
-
-def _run_within(layout: FlatLayout, start: int, stop: int) -> list[_Run]:
-    """The run of all parameters in elements [start, stop) of two buffers of one order."""
-    return [_Run(start, start, min(stop, layout.numel) - start)] if start < min(stop, layout.numel) else []
 
 
 def _clipped(run: _Run, start: int, stop: int) -> Iterator[_Run]:
@@ -206,9 +194,9 @@ def _shared(layout: FlatLayout, other: FlatLayout, start: int, stop: int) -> Ite
                 if first < last:
                     yield name, first - begin, first, last - first
         return
-    for name, first, last, offset in layout.parts_within(start, stop):
-        if name in other:
-            yield name, first, start + offset, last - first
+    for fragment in layout.within(start, stop):
+        if fragment.name in other:
+            yield fragment.name, fragment.start, start + fragment.offset, fragment.numel
 
 
 def _moves(parts: Iterable[_Run], old: FlatLayout, new: FlatLayout) -> Iterator[Move]:

@@ -20,7 +20,6 @@ import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import Dtypes, Precision, mixed_precision
-from fzero.optim.transforms import Transform
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
@@ -176,15 +175,11 @@ class UnitPlanner:
     is_stage: bool = False
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _small: int = field(init=False, repr=False, compare=False)
     _kinds: dict[tuple[Any, ...], Kind] = field(default_factory=dict, init=False, repr=False)
-    """A cache: the kind of parameters by all that it follows from; equal kinds are one object."""
     _flows: dict[tuple[int, Partition], BufferDataflow] = field(default_factory=dict, init=False, repr=False)
-    """A cache, by such an object and the division of the flat buffer."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_precision", self.cfg.precision)
-        object.__setattr__(self, "_small", self.cfg.zero_optimization.stage3_param_persistence_threshold)
         object.__setattr__(self, "_axes", shard_axes(self.mesh, self.cfg.zero_optimization))
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
@@ -192,29 +187,22 @@ class UnitPlanner:
         found: dict[int, tuple[Kind, dict[str, nn.Parameter]]] = {}
         for name, param in params.items():
             kind = self._kind_of(name, param, type(modules[name.rpartition(".")[0]]))
-            if (members := found.get(id(kind))) is None:
-                members = found[id(kind)] = kind, {}
-            members[1][name] = param
+            found.setdefault(id(kind), (kind, {}))[1][name] = param
         return UnitPlan(unit, tuple(self._flat_param(unit, *members) for members in found.values()))
 
     def _kind_of(self, name: str, param: nn.Parameter, owner: type[nn.Module]) -> Kind:
-        is_trained, group, rule = name in self.trained, 0, ""
-        if is_trained:
-            group = group_of(name, param, self.param_groups) if self.param_groups else 0
-            rule = self.optimizers[group].kind_of(name, param.shape)
-        start = self.starts.get(name, 0) if is_trained else 0
-        rest = is_trained, param.numel() < self._small, group, rule, start
-        alike = param.dtype, owner, rest
-        if (kind := self._kinds.get(alike)) is None:
-            dtypes = self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained)
-            kind = Kind(dtypes, *rest)
-            kind = next((known for known in self._kinds.values() if known == kind), kind)
-            self._kinds[alike] = kind
+        is_trained = name in self.trained
+        group = group_of(name, param, self.param_groups) if is_trained and self.param_groups else 0
+        rule = self.optimizers[group].kind_of(name, param.shape) if is_trained else ""
+        small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
+        rest = is_trained, small, group, rule, self.starts.get(name, 0) if is_trained else 0
+        if (kind := self._kinds.get(alike := (param.dtype, owner, rest))) is None:
+            made = Kind(self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained), *rest)
+            kind = self._kinds[alike] = next((known for known in self._kinds.values() if known == made), made)
         return kind
 
     def _flat_param(self, unit: str, kind: Kind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
-        zero = self.cfg.zero_optimization
-        axes = self._axes
+        zero, axes = self.cfg.zero_optimization, self._axes
         num_shards = num_ranks(self.mesh, axes)
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)
@@ -234,13 +222,11 @@ def optimizer_specs(
 ) -> dict[str, Any]:
     """The specs of the optimizer state, by flat buffer."""
 
-    @cache  # an elementwise one serves all buffers of a group, rule and dtype
-    def transform_of(group: int, rule: str, dtype: str, contents: optim.ShardContents | None) -> Transform:
-        return mixed_precision(optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype)
-
-    @cache  # and its specs all buffers of one length
-    def specs_of(master: TensorSpec, *alike: Any) -> Any:
-        return transform_of(*alike).specs(master)
+    @cache  # those of an elementwise one serve all buffers of a group, rule, dtype and length
+    def specs_of(master: TensorSpec, group: int, rule: str, dtype: str, contents: optim.ShardContents | None) -> Any:
+        return mixed_precision(optimizers[group].transform(contents=contents, kind=rule), state_dtype=dtype).specs(
+            master
+        )
 
     specs = {}
     for buffer in buffers:

@@ -69,17 +69,12 @@ def stream_name(quantity: Literal["params", "master", "grads"], key: str) -> str
 
 def state_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:
     """All tensors of the state of a flat buffer; `optimizer` are the specs of all optimizer states (`Plan.optimizer`)."""
-    return own_leaves(buffer) + optimizer_leaves(buffer, optimizer)
-
-
-def own_leaves(buffer: FlatParamPlan) -> list[StateLeaf]:
-    """The same without the optimizer state."""
     leaves = [StateLeaf("params", buffer.key, "", buffer.params, True, is_updated=not buffer.has_master)]
     if buffer.has_master:
         leaves.append(StateLeaf("master", buffer.key, "", buffer.master, True, is_updated=True))
     if buffer.trainable:
         leaves.append(StateLeaf("grads", buffer.key, "", buffer.grads, True))
-    return leaves
+    return leaves + optimizer_leaves(buffer, optimizer)
 
 
 def optimizer_leaves(buffer: FlatParamPlan, optimizer: Mapping[str, Any]) -> list[StateLeaf]:

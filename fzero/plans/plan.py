@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -28,7 +27,7 @@ from fzero.common.collector import collector_paused
 from fzero.config.config import Config, ConfigError
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
-from fzero.plans.leaves import StateLeaf, optimizer_leaves, own_leaves
+from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
@@ -101,8 +100,6 @@ class Plan:
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
     homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
     flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
-    _leaves: dict[str, list[StateLeaf]] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """A cache of `optimizer_leaves`, which a dry run asks for in several places."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers))
@@ -186,13 +183,11 @@ class Plan:
 
     def leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
         """All tensors of the state of one flat buffer, with their names."""
-        return [*own_leaves(buffer), *self.optimizer_leaves(buffer)]
+        return state_leaves(buffer, self.optimizer)
 
     def optimizer_leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
         """The tensors of its optimizer state, with their names; none for a frozen buffer."""
-        if buffer.key not in self._leaves:
-            self._leaves[buffer.key] = optimizer_leaves(buffer, self.optimizer)
-        return self._leaves[buffer.key]
+        return optimizer_leaves(buffer, self.optimizer)
 
     @property
     def long_leaves(self) -> Iterator[StateLeaf]:
@@ -372,7 +367,7 @@ def plan(
     check_named(order, list(owners), aliases)
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
-    order = cache(in_two_numbers(order)) if callable(order) else order  # many flat buffers, few lengths
+    order = in_two_numbers(order) if callable(order) else order
     planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
