@@ -452,7 +452,7 @@ def _compares(run: StepRuntime, kind: str) -> bool:
 
 
 def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
-    if run.checkpointing is None:
+    if run.checkpointing is None or window.is_bound:
         return nullcontext()
     return run.checkpointing.applied(
         run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
@@ -463,11 +463,8 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
-    if window.is_bound:
-        yield
-        return
     with (
-        run.binding.to(window.work.fetch, window.buffers),
+        nullcontext() if window.is_bound else run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
         with_blocks(run),
         _checkpointing(run, window),
