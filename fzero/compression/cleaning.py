@@ -18,7 +18,9 @@ WIDTHS = ("all_head_size", "inner_dim", "embed_dim")
 """Attributes of modules with heads that hold the width of all heads."""
 
 
-def clean(weights: Mapping[str, Tensor], plan: CompressionPlan, *, num_updates: int | None = None) -> dict[str, Tensor]:
+def clean(
+    weights: Mapping[str, Tensor], plan: CompressionPlan | None, *, num_updates: int | None = None
+) -> dict[str, Tensor]:
     """The weights as modules see them, without the tensors that techniques added; related modules get smaller matrices.
 
     Loaded into a plain model of the same kind, or into `shrunk`, they compute what the compressed model did: for masks bit for
@@ -26,13 +28,14 @@ def clean(weights: Mapping[str, Tensor], plan: CompressionPlan, *, num_updates: 
 
     Args:
         weights: a full state dict, such as `step.gather(state)`.
-        plan: the plan of the step.
+        plan: the plan of the step; None, that of a step without compression, leaves the weights as they are.
         num_updates: the number of updates behind the weights: techniques whose offset lies beyond are left out, and falling bits
             are those of that moment. None takes all of them, with their last bits.
 
     Raises:
         ValueError: the state dict lacks a tensor of the plan.
     """
+    plan = plan or CompressionPlan()
     final = plan if num_updates is not None else replace(plan, params={k: _last(v) for k, v in plan.params.items()})
     n = max((x.offset for of in plan.params.values() for x in of), default=0) if num_updates is None else num_updates
     for name in (*plan.params, *sorted(plan.needs(plan.params))):

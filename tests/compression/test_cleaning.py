@@ -105,6 +105,12 @@ def test_a_state_dict_without_the_plans_tensors_is_an_error() -> None:
         clean(net().state_dict(), plan)
 
 
+def test_the_plan_of_a_step_without_compression_leaves_the_weights_as_they_are() -> None:
+    plan = fzero.make_train_step(net(), settings({})).recipe.compress
+    weights = net().state_dict()
+    assert plan is None and clean(weights, plan) == weights
+
+
 def test_a_number_of_heads_that_does_not_follow_is_asked_for() -> None:
     model = net()
     model.blocks[0].key = nn.Linear(8, 8)  # type: ignore[union-attr]
