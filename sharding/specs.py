@@ -125,7 +125,11 @@ class Placement:
 
 
 DEVICE = Placement()
-_partition = lru_cache(4096)(Partition)  # many flat buffers have few different ones, and are asked for them often
+
+
+@lru_cache(4096)  # many flat buffers have few different ones, and are asked for them often
+def _partition(numel: int, world_size: int, multiple_of: int) -> Partition:
+    return Partition(numel, world_size, multiple_of)
 
 
 @dataclass(frozen=True, slots=True)
