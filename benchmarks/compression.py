@@ -125,9 +125,9 @@ class Scored(nn.Module):
 
     def forward(self, w: Tensor) -> Tensor:
         mask = self.top(self.scores)
-        return w * (
-            mask.reshape(-1, 1).expand(-1, w.shape[1] // mask.numel()).reshape(1, -1) if self.is_heads else mask
-        )
+        if self.is_heads:
+            return w * mask.reshape(-1, 1).expand(-1, w.shape[1] // mask.numel()).reshape(1, -1)
+        return w * mask.reshape(mask.shape[: w.dim()])
 
 
 # --- the techniques ------------------------------------------------------------------------------------------------
@@ -189,10 +189,12 @@ def make_plain(technique: str | None) -> Callable[[Tensor], object]:
                 formula = straight(symmetric_rows)
                 layer.register_forward_pre_hook(lambda module, args, formula=formula: (formula(args[0]),))
                 continue
-            parametrize.register_parametrization(layer, "weight", make(layer))
-            if technique == "row l1":  # row masks apply to the bias, too
+            module = make(layer)
+            of_bias = Masked(layer.weight.detach().abs().sum(1)) if technique == "row l1" else module
+            parametrize.register_parametrization(layer, "weight", module)
+            if technique is not None and technique.startswith("row"):  # the mask of rows applies to the bias, too
                 layer.register_parameter("bias", nn.Parameter(layer.bias.detach()))
-                parametrize.register_parametrization(layer, "bias", Masked(layer.weight.detach().abs().sum(1)))
+                parametrize.register_parametrization(layer, "bias", of_bias)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
 
     def train(x: Tensor) -> None:
