@@ -39,6 +39,7 @@ from fzero.graph.holdings import (
     Structure,
     TensorKind,
     are_same,
+    has_attributes_beside,
     is_installed,
     is_same,
     is_source,
@@ -208,10 +209,13 @@ class Guard:
         if isinstance(value, MethodType):
             self._follow_method(value)
             return
-        if hasattr(value, "cache_clear") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
+        # Classes are asked, because an object's own `__getattr__` may answer anything, or raise.
+        if hasattr(type(value), "cache_clear") and isinstance(getattr(value, "__wrapped__", None), FunctionType):
             self._cached.append(value)
+        if has_attributes_beside(value):
+            self._follow(vars(value), name, depth)
         if items := self._hold(name, value):
-            for kind in (type(value), *getattr(value, "__bases__", ())):
+            for kind in (type(value), *(value.__bases__ if isinstance(value, type) else ())):
                 self._follow(kind, kind.__name__)
             depth += is_installed(type(value)) and not isinstance(value, (dict, *CONTAINERS, nn.Module))
             for key, held in items:

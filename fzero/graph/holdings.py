@@ -132,6 +132,12 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
     return (_in_object, True) if not is_installed(type(value)) and any(_slots(type(value))) else None
 
 
+def has_attributes_beside(value: Any) -> bool:
+    """Whether a text, container or array is of a class whose objects have attributes, too."""
+    is_whole = isinstance(value, (dict, *CONTAINERS, *_BY_VALUE)) or hasattr(type(value), "tobytes")
+    return is_whole and isinstance(getattr(value, "__dict__", None), dict)
+
+
 def _in_dict(value: dict[Any, Any]) -> tuple[Any, ...]:
     """Not by the methods of the dict: a subclass may make its values anew."""
     return (*value, *dict.values(value)) if value else ()

@@ -50,6 +50,12 @@ class Slotted:
     factor: float = 2.0
 
 
+class Options(dict[str, float]):
+    """Has attributes beside its items; an attribute that is not there is an item."""
+
+    __getattr__ = dict.get
+
+
 class OfClass:
     """Everything that it reads belongs to classes, or is a global that a method names."""
 
@@ -109,7 +115,8 @@ class Reads(nn.Module):
         self.named, self.large, self.bytes = {"a": 2.0, "b": 3.0}, numpy.full(2**15, 2.0), bytearray([2])
         self.partly, self.outside, self.helper = partial(by_default, factors=[2.0]), [Outside()], OfClass()
         self.strong, self.frozen = Config(), frozenset([Config()])
-        self.weak = ref(self.strong)
+        self.weak, self.options = ref(self.strong), Options(item=2.0)
+        self.options.__dict__["own"] = 2.0
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.linear(helped(x)) * self.factor * self.factors[0] * self.config.factor * self.config.inner.factor
@@ -125,6 +132,7 @@ class Reads(nn.Module):
         x = x * settings.inner.factor * getattr(settings, "other") * VARIABLE.get() / 2**5  # noqa: B009
         x = x * float(self.large[-1]) * self.bytes[0] * self.__dict__["hidden"] * math.copysign(1.0, self.zero) / 8
         x = x * self.weak().factor * next(iter(self.frozen)).factor / 2**11  # type: ignore[union-attr]
+        x = x * self.options.item * self.options.own / 4
         for factor in self.named.values():
             x = torch.tanh(x) * factor
         return x * float(os.environ.get("FACTOR", "2.0"))
@@ -186,6 +194,8 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a context variable": lambda *_: VARIABLE.set(3.0) and None,
     "an item of a large array": lambda model, _: _set(model.large, -1, 3.0),
     "an object behind a weak reference": lambda model, _: setattr(model.strong, "factor", 3.0),
+    "an attribute of a dict": lambda model, _: setattr(model.options, "own", 3.0),
+    "an item of a dict by __getattr__": lambda model, _: _set(model.options, "item", 3.0),
     "an object in a frozen set": lambda model, _: setattr(next(iter(model.frozen)), "factor", 3.0),
     "a byte": lambda model, _: _set(model.bytes, 0, 3),
     "an attribute by __dict__": lambda model, _: setattr(model, "hidden", 3.0),
