@@ -102,6 +102,9 @@ class Guard:
             guard._followed[id(module)] = module
             guard._own.add(id(vars(module)))
             guard._hold(names[id(module)], Structure(module))
+            for key, value in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+                if isinstance(value, Tensor):  # its attributes only: the guard must not keep its memory
+                    guard._follow(vars(value), f"{names[id(module)]}.{key}")
         for function in functions:
             guard._follow_code(function)
         for kind in {base for module in model.modules() for base in type(module).__mro__}:

@@ -121,6 +121,8 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
         return lambda value: (value() if isinstance(value, ref) else value.get(None),), False
     if isinstance(value, GeneratorType):
         return _in_generator, False
+    if getattr(getattr(value, "dtype", None), "hasobject", False):  # an array of Python objects
+        return lambda value: tuple(value.ravel().tolist()), False
     if isinstance(value, bytearray) or hasattr(type(value), "tobytes"):  # an array
         return lambda value: sha1(bytes(value) if isinstance(value, bytearray) else value.tobytes()).digest(), False
     if is_source(value):
@@ -133,8 +135,8 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
 
 
 def has_attributes_beside(value: Any) -> bool:
-    """Whether a text, container or array is of a class whose objects have attributes, too."""
-    is_whole = isinstance(value, (dict, *CONTAINERS, *_BY_VALUE)) or hasattr(type(value), "tobytes")
+    """Whether a text, container, array or tensor is of a class whose objects have attributes, too."""
+    is_whole = isinstance(value, (dict, Tensor, *CONTAINERS, *_BY_VALUE)) or hasattr(type(value), "tobytes")
     return is_whole and isinstance(getattr(value, "__dict__", None), dict)
 
 
@@ -203,6 +205,8 @@ def is_same(now: Any, then: Any) -> bool:
 
 def are_same(now: Any, then: Any) -> bool:
     """Whether two rows of values, or of bytes, are the same."""
+    if now is then:
+        return True
     if len(now) != len(then):
         return False
     if isinstance(then, bytes):

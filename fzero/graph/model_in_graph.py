@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
-from fzero.runtime.fetched_parameters import FetchedParameters
+from fzero.runtime.fetched_parameters import FetchedParameters, marks_of
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
 from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, kind_of, late, was_changed, wrong_kind
@@ -249,6 +250,9 @@ class ModelInGraph:
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
+        for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
+            if marks := marks_of(own):
+                vars(tensors[self._aliases.get(name, name)]).update(marks)
         given, kinds = self._named(tensors), {name: kind_of(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)

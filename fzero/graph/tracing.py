@@ -42,6 +42,7 @@ from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.holdings import MISSING
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
+from fzero.runtime.fetched_parameters import marks_of
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.module_changes import attributes_kept
 from fzero.runtime.own_params import HeldStandIn, StandIn, late
@@ -168,7 +169,9 @@ class _Tracing:
             tensors = iter(inputs)
             leaves = [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
             for place in self.attributes:
+                marks = marks_of(place.get())
                 place.set(next(tensors))
+                vars(place.get()).update(marks)
             before = [(name, vars(module), dict(vars(module))) for name, module in self.model.named_modules()]
             names = {name for name, _ in self.model.named_parameters()}
             with _draws_in_order():

@@ -212,6 +212,8 @@ def _bind_buffers(
         if name not in buffers:
             raise late("buffer", name)
         module._buffers[key] = buffers[name]
+        if buffer.__dict__:
+            buffers[name].__dict__.update(marks_of(buffer))
         yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
 
 

@@ -117,6 +117,8 @@ class Reads(nn.Module):
         self.strong, self.frozen = Config(), frozenset([Config()])
         self.weak, self.options = ref(self.strong), Options(item=2.0)
         self.options.__dict__["own"] = 2.0
+        self.tensors, self.objects = [torch.ones(())], numpy.array([Config()])
+        self.register_buffer("ones", torch.ones(()))
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         x = self.linear(helped(x)) * self.factor * self.factors[0] * self.config.factor * self.config.inner.factor
@@ -132,7 +134,9 @@ class Reads(nn.Module):
         x = x * settings.inner.factor * getattr(settings, "other") * VARIABLE.get() / 2**5  # noqa: B009
         x = x * float(self.large[-1]) * self.bytes[0] * self.__dict__["hidden"] * math.copysign(1.0, self.zero) / 8
         x = x * self.weak().factor * next(iter(self.frozen)).factor / 2**11  # type: ignore[union-attr]
-        x = x * self.options.item * self.options.own / 4
+        x = x * self.options.item * self.options.own * self.objects[0].factor / 8
+        for tensor in (self.kept, self.linear.weight, self.ones, self.tensors[0]):
+            x = x * getattr(tensor, "factor", 2.0) / 2
         for factor in self.named.values():
             x = torch.tanh(x) * factor
         return x * float(os.environ.get("FACTOR", "2.0"))
@@ -205,6 +209,11 @@ CHANGES: dict[str, Callable[[Reads, Times], None]] = {
     "a submodule's class": lambda model, _: setattr(model.act, "__class__", nn.Tanh),
     "the forward of a class of torch": lambda *_: setattr(nn.Identity, "forward", lambda self, x: x * 3),
     "a function of torch": lambda *_: setattr(torch, "tanh", torch.sin),
+    "an attribute of a tensor": lambda model, _: setattr(model.kept, "factor", 3.0),
+    "an attribute of a parameter": lambda model, _: setattr(model.linear.weight, "factor", 3.0),
+    "an attribute of a buffer": lambda model, _: setattr(model.ones, "factor", 3.0),
+    "an attribute of a tensor in a list": lambda model, _: setattr(model.tensors[0], "factor", 3.0),
+    "an object in an array": lambda model, _: setattr(model.objects[0], "factor", 3.0),
     "a hook of all modules": lambda *_: register_module_forward_hook(lambda *of: of[2] * 1.5) and None,
     "a hook": lambda model, _: model.linear.register_forward_hook(lambda *of: of[2] * 3) and None,
 }
