@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,6 +84,7 @@ class Guard:
     def __init__(self) -> None:
         self._values: list[tuple[Place, Any]] = []
         self._holdings: list[Holding] = []
+        self._empty: list[tuple[str, dict[Any, Any]]] = []  # most dicts of a module are, those of hooks above all
         self._followed: dict[int, Any] = {}  # by identity, which is theirs as long as they live
         self._own: set[int] = set()  # the attributes of the model's modules
         self._todo: deque[tuple[Any, str, int]] = deque()
@@ -146,6 +147,9 @@ class Guard:
         for holding in self._holdings:
             if not are_same(holding.look(holding.value), holding.parts):
                 return f"the contents of {holding.name}"
+        for name, value in self._empty:
+            if value:
+                return f"the contents of {name}"
         return None
 
     def undo(self) -> str | None:
@@ -167,6 +171,10 @@ class Guard:
             if isinstance(holding.value, _CHANGEABLE) or is_source(holding.value) or has_traced(now):
                 holding.restore()
                 found.append(holding.name)
+        for name, value in self._empty:
+            if value:
+                value.clear()
+                found.append(name)
         return found[0] if found else None
 
     # --- what values hold ------------------------------------------------------------------------------------------
@@ -180,6 +188,9 @@ class Guard:
 
     def _hold(self, name: str, value: Any) -> list[tuple[Any, Any]]:
         """Records the parts of a value; returns them with their names or numbers, without those that bytes stand for."""
+        if type(value) in (dict, OrderedDict) and not value:
+            self._empty.append((name, value))
+            return []
         if (found := look_at(value)) is None:
             return []
         look, has_names = found
