@@ -28,7 +28,7 @@ class EventSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class PipelineTimeline:
     """When what happens in a step, as predicted.
 
     Args:
@@ -99,7 +99,7 @@ def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[Laye
 
 def predict(
     order: PipeOrder, costs: Sequence[LayerCost], *, bandwidth: float = math.inf, latency: float = 0.0
-) -> Timeline:
+) -> PipelineTimeline:
     """The timeline of an order.
 
     Args:
@@ -140,7 +140,7 @@ def predict(
                     stage.messages.append(EventSpan(event, start, stop))
                     stage.sent += nbytes
     assert all(stage.next is None for stage in stages), "check_order accepts no order that stops"
-    return Timeline(
+    return PipelineTimeline(
         order,
         tuple(costs),
         tuple(tuple(stage.spans) for stage in stages),
@@ -152,7 +152,7 @@ def predict(
     )
 
 
-def stored_over_time(timeline: Timeline, stage: int) -> Iterator[tuple[float, int]]:
+def stored_over_time(timeline: PipelineTimeline, stage: int) -> Iterator[tuple[float, int]]:
     """The bytes that a stage stores, and since when: from the beginning of each forward to the end of its backward.
 
     >>> from fzero.pipeline.orders import one_f_one_b
