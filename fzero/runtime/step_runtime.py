@@ -51,7 +51,7 @@ class Program(Protocol):
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
 
 
-class Stages(Protocol):
+class PipelineStages(Protocol):
     """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
 
     @property
@@ -154,7 +154,7 @@ class StepRuntime:
     observer: Observer | None
     runs: Program | None = None
     blocks: Blocks | None = None
-    stages: Stages | None = None
+    stages: PipelineStages | None = None
 
     @classmethod
     def make(cls, recipe: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
