@@ -75,7 +75,7 @@ class TraceEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class ActivationTrace:
     """The needs of one micro-step on one rank: peak bytes of activations, floating point operations, and the events."""
 
     nbytes: int
@@ -198,7 +198,7 @@ def _nbytes(x: Tensor) -> int:
 def trace_activations(
     model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
     on_host: bool | None = None, device: Device = "cuda",
-) -> Traced:  # fmt: skip
+) -> ActivationTrace:  # fmt: skip
     """Activations and FLOPs of one forward and backward.
 
     Args:
@@ -241,7 +241,7 @@ def trace_activations(
             alive.mark("boundary")
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
-    return Traced(alive.most, alive.flops, tuple(alive.events), sizes)
+    return ActivationTrace(alive.most, alive.flops, tuple(alive.events), sizes)
 
 
 @contextmanager
@@ -402,11 +402,11 @@ class Activations:
             )
         )
 
-    def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
+    def of(self, *, checkpoints: bool, on_host: bool = False) -> ActivationTrace:
         """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)
 
-    def of_config(self, cfg: Config) -> Traced:
+    def of_config(self, cfg: Config) -> ActivationTrace:
         """The trace with the checkpointing of a configuration."""
         checkpointing = cfg.activation_checkpointing
         return self.of(checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing)
