@@ -23,11 +23,13 @@ from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
 
-Named = Callable[[], dict[str, dict[str, str]]]
+NamedHyper = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
 
 
-def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor], named: Named, *, is_sum: bool) -> None:
+def check_outcome(
+    run: StepRuntime, outcome: Outcome, state: TrainState[Tensor], named: NamedHyper, *, is_sum: bool
+) -> None:
     """Raises on every rank unless the step may go on: an update, or an overflow that is skipped.
 
     Args:
@@ -64,7 +66,7 @@ def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor],
         raise FloatingPointError(what_is_not_finite(run, outcome, state))
 
 
-def check_alike(numbers_M2: Tensor, world: RankAxis, hyper: Named) -> None:
+def check_alike(numbers_M2: Tensor, world: RankAxis, hyper: NamedHyper) -> None:
     """Raises on every rank when the number of the forward-backward or the hyper-parameters differ between ranks.
 
     This is for the CPU, where reading costs nothing. For other devices `check_outcome` makes the check.
