@@ -109,7 +109,7 @@ def sample_from(word: str) -> Any:
 # --- a plain GPT -------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, each with a pre-norm and a residual connection."""
 
     def __init__(self, width: int) -> None:
@@ -135,7 +135,7 @@ class PlainGPT(nn.Module):
     def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
