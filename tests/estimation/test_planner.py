@@ -32,7 +32,16 @@ from fzero.estimation.activation_trace import ActivationCounter, trace_activatio
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
-from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, sample_of, shape_of
+from fzero.estimation.models import (
+    VOCABULARY,
+    ModelError,
+    PlainGPT,
+    TransformerBlock,
+    filled,
+    named,
+    sample_of,
+    shape_of,
+)
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
