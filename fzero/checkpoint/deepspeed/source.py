@@ -128,7 +128,7 @@ class DeepSpeedFiles:
                 dtype = dtype_name(self._flats.dtype(leaf, group))
                 yield self._known(quantity, leaf, name), Stored(shape, dtype)
         for name, shape in self._frozen.items():
-            dtype = dtype_name(next(self._pieces("frozen", name, 0, 0))[1].dtype)
+            dtype = dtype_name(next(self._runs("frozen", name, 0, 0))[1].dtype)
             yield self._known("params", "frozen", name), Stored(shape, dtype)
         for name in self._buffers:
             buffer = self._module[name]
@@ -197,15 +197,17 @@ class DeepSpeedFiles:
         """See `fzero.checkpoint.loading.Source`. Raises CheckpointError: a file is truncated, or contradicts the others."""
         for part, flat in fragments:
             source, name = self._sources[part.key]
-            for start, piece in self._pieces(source, name, part.start, part.stop):
-                flat[start - part.start :][: piece.numel()].copy_(piece.detach())  # DeepSpeed's masters are parameters
+            for start, values in self._runs(source, name, part.start, part.stop):
+                flat[start - part.start :][: values.numel()].copy_(
+                    values.detach()
+                )  # DeepSpeed's masters are parameters
 
-    def _pieces(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """(First element, values) of each contiguous piece of elements [start, stop) of the parameter."""
+    def _runs(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """(First element, values) of each contiguous run of elements [start, stop) of the parameter."""
         if source == "buffer":
             yield start, self._module[name].reshape(-1)[start:stop]
         elif source == "frozen":
-            yield from self._frozen_pieces(name, start, stop)
+            yield from self._frozen_runs(name, start, stop)
         else:
             flats = self._flats
             place = flats.places[name]
@@ -218,7 +220,7 @@ class DeepSpeedFiles:
                     )
                 yield first, flat.reshape(-1)[offset : offset + numel]
 
-    def _frozen_pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def _frozen_runs(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         numel, there = math.prod(self._frozen[name]), self._module.get(name)
         alone = inside(self.folder / "zero", name, self._path) / f"{MASTER}.pt"
         if there is not None and there.numel() == numel:
