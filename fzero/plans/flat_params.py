@@ -1,6 +1,6 @@
 """Flat buffers: the parameters of a unit that share one layout, one set of dtypes and one row of the stage table.
 
-Parameters of a unit share a flat buffer if they agree in every field of `FlatParamKind`. Frozen parameters have flat buffers of their own.
+Parameters of a unit share a flat buffer if they are of one `FlatParamKind`. Frozen parameters have flat buffers of their own.
 So have small parameters, which every rank holds in full even in stage 3. The layout is the same in all stages, so that all
 stages add the same numbers in the same order.
 
