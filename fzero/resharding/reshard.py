@@ -260,8 +260,8 @@ def _run(
         key = message.dtype, tuple(spans)
         if key not in packed:
             parts = (read(sources[span.name], span.start, span.stop) for span in spans)
-            values = [part.to(device, torch_dtype(message.dtype)) for part in parts]
-            packed[key] = torch.cat(values) if len(values) > 1 else values[0]
+            sent_values = [part.to(device, torch_dtype(message.dtype)) for part in parts]
+            packed[key] = torch.cat(sent_values) if len(sent_values) > 1 else sent_values[0]
         outgoing.append((message.process, packed[key]))
     for message, spans in received.items():
         numel = sum(span.stop - span.start for span in spans)
