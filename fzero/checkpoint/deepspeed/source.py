@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,21 +71,36 @@ class DeepSpeedFiles:
         ties = self._model.get("shared_params")
         self._ties: Mapping[str, str] = _shared(self._module) if ties is None else ties
         self._flats = self._opened()
-        self.stage = self._flats.stage
         self._frozen = self._frozen_shapes()
         self._of_rank = cache(lambda rank: _checked_model(folder / MODEL_OF_RANK.format(rank)))
         self._sources: dict[str, tuple[str, str]] = {}
         self.stored = dict(self._all_stored())
-        self.aliases = {f"model.{name}": f"model.{first}" for name, first in self._ties.items()}
         first_of = {name: self._ties.get(name, name) for name in self._module}
         self.names = {name: first for name, first in first_of.items() if f"model.{first}" in self.stored}
         self.numbers = self._numbers()
-        self.scales_dynamically = bool(self._flats.scaler.get("is_dynamic"))
-        self.loss_scaling = {n: self._flats.scaler[key] for n, key in RULES.items() if key in self._flats.scaler}
         self.optimizer = dict(self._optimizer_kinds())
         self.client = self._client()
+
+    @cached_property
+    def stage(self) -> int:
+        return self._flats.stage
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        return {f"model.{name}": f"model.{first}" for name, first in self._ties.items()}
+
+    @cached_property
+    def scales_dynamically(self) -> bool:
+        return bool(self._flats.scaler.get("is_dynamic"))
+
+    @cached_property
+    def loss_scaling(self) -> dict[str, Any]:
+        return {name: self._flats.scaler[key] for name, key in RULES.items() if key in self._flats.scaler}
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
         rates = {float(group["lr"]) for group in self._flats.settings if "lr" in group}
-        self.rates = dict.fromkeys(self._flats.shapes, rates.pop()) if len(rates) == 1 else {}
+        return dict.fromkeys(self._flats.shapes, rates.pop()) if len(rates) == 1 else {}
 
     def _opened(self) -> Flats:
         found = files.optimizer_files(self.folder)
