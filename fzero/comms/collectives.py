@@ -1,6 +1,6 @@
 """Collectives along an axis.
 
-Those that can overlap compute are named `start_…` and return a `Pending`, which on a `GraphAxis` has ended already.
+Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis` the `Pending` has its result at once.
 
 On NCCL the backend's own collectives are fast. On gloo they are slow, except for an all-reduce of two ranks. There, an all-gather
 and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in rank order

@@ -5,7 +5,7 @@ starts with the major axis: the traffic along minor axes is divided by the size 
 them is a single collective.
 
 A collective gets the tensor that will hold the result of the previous collective (`Pending.out`), and waits for that collective
-(`after`). So the same code works on axes of a graph and of stacked ranks, where `out` is a value and no memory is chosen.
+(`after`). The same code works in a graph and on stacked ranks, where `out` is a new value.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
