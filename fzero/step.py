@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 from torch import Tensor, nn
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.comms.axes import AbstractAxis, Bound, ProcessAxis
+from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
@@ -218,7 +218,7 @@ class TrainStep:
         device: the device of the state; batches must be on it, too.
     """
 
-    def __init__(self, recipe: StepSpec, axis: Bound | AbstractAxis) -> None:
+    def __init__(self, recipe: StepSpec, axis: RankAxis | AbstractAxis) -> None:
         pipe = recipe.pipeline
         self.runtime = run = pipe.runtime(recipe, axis) if pipe else _with_program(StepRuntime.make(recipe, axis))
         self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device

@@ -66,7 +66,7 @@ class ToyRecipe:
             raise ValueError("ToyRecipe: dtypes must name at least one, got (); pass ('float32',)")
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """A residual block of two Linears."""
 
     def __init__(self, width: int, hidden: int, *, norm: bool) -> None:
@@ -109,7 +109,7 @@ class ToyModel(nn.Module):
         self.features = recipe.features
         self.inlet = nn.Linear(recipe.features, recipe.width)
         self.blocks = nn.ModuleList(
-            Block(recipe.width, hidden, norm=recipe.norm).to(torch_dtype(dtype))
+            ResidualBlock(recipe.width, hidden, norm=recipe.norm).to(torch_dtype(dtype))
             for hidden, dtype in zip(recipe.hidden, cycle(recipe.dtypes))
         )
         self.outlet = Outlet(recipe.features, recipe.width)
@@ -152,6 +152,6 @@ def make_toy_model(recipe: ToyRecipe) -> ToyModel:
 def _tie_equal(blocks: Sequence[nn.Module]) -> None:
     first_of_kind: dict[tuple[tuple[int, ...], torch.dtype], Tensor] = {}
     for block in blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, ResidualBlock)
         weight = block.up.weight
         block.up.weight = first_of_kind.setdefault((tuple(weight.shape), weight.dtype), weight)

@@ -10,7 +10,7 @@ from typing import TypeVar
 from fzero.checkpoint.folders import CheckpointError, NoCheckpointError
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.simulation import LockstepRanks
 from fzero.step import TrainStep
@@ -22,7 +22,7 @@ _RAISED = (ValueError, StoreError, NoCheckpointError)
 """Errors that are raised on all ranks with their own type; all others become a CheckpointError."""
 
 
-def together(axis: Bound, function: Callable[[], T]) -> T:
+def together(axis: RankAxis, function: Callable[[], T]) -> T:
     """The result of `function`; an error on any rank is raised on all. *Collective:* sends some numbers."""
     values: list[T] = []
     problem: Exception | None = None
@@ -39,7 +39,7 @@ def together(axis: Bound, function: Callable[[], T]) -> T:
     return values[0]
 
 
-def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
+def check_same_folder(axis: RankAxis, dir: str | Path, call: str) -> None:
     """Raises a ValueError on every rank unless all were given the same folder. *Collective:* sends its name."""
     folders = collectives.exchange(os.path.abspath(dir), axis, label=Label("save"))
     for rank, folder in enumerate(folders):
@@ -50,7 +50,7 @@ def check_same_folder(axis: Bound, dir: str | Path, call: str) -> None:
             )
 
 
-def of_rank_0(axis: Bound, function: Callable[[], T]) -> T:
+def of_rank_0(axis: RankAxis, function: Callable[[], T]) -> T:
     """The result of `function`, a plain value, or its error; called on rank 0 only. *Collective:* sends it to all ranks."""
     value = together(axis, lambda: function() if axis.rank == 0 else None)
     found: T = collectives.exchange(value, axis, label=Label("save"))[0]

@@ -2,8 +2,8 @@
 
 1. Stored tensors are named after the model: `model.<name>`, `master.<name>`, `optimizer.<leaf>.<name>`, each in the parameter's
    own shape, so that a checkpoint does not depend on ranks, stages, units and flat buffers.
-2. A flat tensor of the state is divided into W pieces (as in `fzero.resharding.plan`). A rank writes the fragments in its own
-   piece. So elements that several ranks hold are written once, in equal parts by each of them.
+2. A flat tensor of the state is divided into W fine shards (as in `fzero.resharding.plan`). A rank writes the fragments in
+   its own. So elements that several ranks hold are written once, in equal parts by each of them.
 3. A rank reads the fragments of everything that it holds. `fzero.reshard` has the rules for choosing the stored quantity.
 
 A `StoredSlice` is such a fragment, in integers and names. Shape letters: P padded elements of a flat tensor, W ranks.
@@ -123,10 +123,10 @@ def own_key(rank: int, name: str) -> str:
 
 def parts_to_save(plan: Plan, rank: int, own: Mapping[str, TensorSpec]) -> Iterator[StoredSlice]:
     """The parts that a rank writes; `own` are the tensors of each single rank. All ranks together write every element once."""
-    piece = plan.ranks.index(rank)
+    fine_shard = plan.ranks.index(rank)
     for quantity, tensor in _quantities(plan):
         keys = {name: key_of(quantity, name) for name in tensor.layout.names}
-        yield from _parts(tensor, keys, range(piece, piece + 1))
+        yield from _parts(tensor, keys, range(fine_shard, fine_shard + 1))
     for name, spec in own.items():
         yield StoredSlice.whole(own_key(rank, name), Stored(spec.shape, spec.dtype), name)
 
@@ -193,7 +193,7 @@ def parts_to_load(
     Raises:
         ValueError: a tensor is not stored, has another shape, or would be rounded to a narrower dtype.
     """
-    piece = plan.ranks.index(rank)
+    fine_shard = plan.ranks.index(rank)
     for buffer in plan.flat_buffers:
         tensors = BufferTensors(plan, buffer).tensors
         for quantity, tensor in tensors.items():
@@ -203,19 +203,19 @@ def parts_to_load(
             is_weight = quantity in ("params", "master")
             names = [n for n in tensor.layout.names if (n not in without if is_weight else n not in frozen)]
             keys = {name: _source(name, quantity, tensor, buffer, stored, frozen=name in frozen) for name in names}
-            yield quantity, list(_parts(tensor, keys, tensor.holders(piece)))
+            yield quantity, list(_parts(tensor, keys, tensor.holders(fine_shard)))
     for name, tensor in buffers_of(plan).items():
         if name not in without:
             key = key_of("params", name)
             _check_shape(key, tensor.layout.shape(name), stored)
-            yield "buffers", list(_parts(tensor, {name: key}, tensor.holders(piece)))
+            yield "buffers", list(_parts(tensor, {name: key}, tensor.holders(fine_shard)))
 
 
 def parts_of_weights(
     plan: Plan, rank: int, stored: Mapping[str, Stored], keys: Mapping[str, str]
 ) -> Iterator[list[StoredSlice]]:
     """The parts that a rank reads where only weights are stored, under `keys`: parameters, masters, stored module buffers."""
-    piece = plan.ranks.index(rank)
+    fine_shard = plan.ranks.index(rank)
     flat = [t for b in of_plan(plan) for q, t in b.tensors.items() if q in ("params", "master")]
     for tensor in (*flat, *(t for name, t in buffers_of(plan).items() if name in keys)):
         for name, shape in zip(tensor.layout.names, tensor.layout.shapes):
@@ -223,7 +223,7 @@ def parts_of_weights(
                 fix = "pass weights without scores to step.init" if is_added(name) else "take those of the same model"
                 raise ValueError(f"load: parameter {name!r} must be among the weights, and is not; {fix}")
             _check_shape(keys[name], shape, stored)
-        yield list(_parts(tensor, keys, tensor.holders(piece)))
+        yield list(_parts(tensor, keys, tensor.holders(fine_shard)))
 
 
 def sources_of_numbers(plan: Plan, frozen: Collection[str] = ()) -> dict[str, Sources]:
@@ -278,13 +278,13 @@ def _quantities(plan: Plan) -> Iterator[tuple[str, FlatTensor]]:
         yield "params", tensor
 
 
-def _parts(tensor: FlatTensor, keys: Mapping[str, str], pieces: range) -> Iterator[StoredSlice]:
-    """The fragments in adjacent pieces of a flat tensor, all held by one rank."""
+def _parts(tensor: FlatTensor, keys: Mapping[str, str], fine_shards: range) -> Iterator[StoredSlice]:
+    """The fragments in adjacent fine shards of a flat tensor, all held by one rank."""
     numel, layout = tensor.layout.partition.shard_numel, tensor.layout
-    for fragment in layout.within(pieces.start * numel, pieces.stop * numel):
+    for fragment in layout.within(fine_shards.start * numel, fine_shards.stop * numel):
         if fragment.name in keys:
             key, shape = keys[fragment.name], layout.shape(fragment.name)
-            offset = tensor.start(pieces.start) + fragment.offset
+            offset = tensor.start(fine_shards.start) + fragment.offset
             yield StoredSlice(key, shape, tensor.dtype, fragment.start, fragment.stop, tensor.name, offset)
 
 

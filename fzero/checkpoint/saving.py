@@ -31,7 +31,7 @@ from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.resharding.new_state import by_name, numbers_of
@@ -135,7 +135,7 @@ def start_save(
 class Saving:
     """A checkpoint that is being written; made by `start_save`."""
 
-    def __init__(self, writer: _Writer, axis: Bound, fragments: list[Fragment]) -> None:
+    def __init__(self, writer: _Writer, axis: RankAxis, fragments: list[Fragment]) -> None:
         self._writer, self._axis, self._fragments = writer, axis, fragments
         self._is_written, self._given_up = threading.Event(), threading.Event()
         self._problem: Exception | None = None

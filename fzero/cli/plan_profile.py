@@ -28,7 +28,7 @@ from fzero.config.files import changed
 from fzero.estimation import Answers, compare_plans, fit, plan_pipeline
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.dry_run import DryRun
-from fzero.estimation.models import ModelError, Named, filled, named, sample_from, sample_of
+from fzero.estimation.models import ModelError, NamedModel, filled, named, sample_from, sample_of
 from fzero.graph import MachineModel
 from fzero.profiling import profile, save_trace
 from fzero.profiling.machine import rates_from
@@ -207,7 +207,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
 
 
 def _plan_pipe(
-    given: argparse.Namespace, found: Named, batch: Any, batch_text: str
+    given: argparse.Namespace, found: NamedModel, batch: Any, batch_text: str
 ) -> tuple[RenderableType, dict[str, Any]]:
     planned = plan_pipeline(
         found.model,
@@ -278,7 +278,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 
-def _batch(given: argparse.Namespace, found: Named, world_size: int | None = None) -> tuple[Any, str]:
+def _batch(given: argparse.Namespace, found: NamedModel, world_size: int | None = None) -> tuple[Any, str]:
     """One micro-batch, and its description; without a number of ranks its size is that of a configured micro-batch."""
     if given.sample:
         return sample_from(given.sample), f"the batch of {given.sample}"
@@ -297,13 +297,13 @@ def _num_rows(given: argparse.Namespace, world_size: int | None) -> tuple[int, s
     return size or 1, "the configuration" if size else "the default"
 
 
-def _under(found: Named, batch: str, report: Any) -> RenderableType:
+def _under(found: NamedModel, batch: str, report: Any) -> RenderableType:
     return Group(
         Text(", ".join(filter(None, (found.description, batch)))), "", report
     )  # else `models:heart:` is a picture
 
 
-def _subject(found: Named, batch: str) -> dict[str, Any]:
+def _subject(found: NamedModel, batch: str) -> dict[str, Any]:
     return {"model": found.description} | ({"batch": batch} if batch else {})
 
 

@@ -140,11 +140,11 @@ class AbstractAxis:
             raise ValueError(f"AbstractAxis: backend must be 'nccl' or 'gloo', got {self.backend!r}; pass one of these")
 
 
-Bound = ProcessAxis | LockstepAxis
+RankAxis = ProcessAxis | LockstepAxis
 """An axis to which this process, or this thread, belongs as one rank."""
 
 
-def observed(axis: Bound, observe: Callable[[CommRecord], None]) -> Bound:
+def observed(axis: RankAxis, observe: Callable[[CommRecord], None]) -> RankAxis:
     """The same axis, whose collectives are also reported to `observe`."""
     before = axis.observe
 

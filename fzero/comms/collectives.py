@@ -1,6 +1,6 @@
 """Collectives along an axis.
 
-Those that can overlap compute are named `start_…` and return a `Pending`, which on a `GraphAxis` has ended already.
+Those that can overlap compute are named `start_…` and return a `Pending`. On a `GraphAxis` the `Pending` has its result at once.
 
 On NCCL the backend's own collectives are fast. On gloo they are slow, except for an all-reduce of two ranks. There, an all-gather
 and a reduce-scatter made of sends and receives, with a sum in rank order, are three to four times as fast. The sum in rank order
@@ -25,7 +25,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
-from fzero.comms.axes import Bound, CollectiveError, LockstepAxis, ProcessAxis
+from fzero.comms.axes import CollectiveError, LockstepAxis, ProcessAxis, RankAxis
 from fzero.comms.failures import explained
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.progress import HERE
@@ -54,7 +54,7 @@ class GraphAxis(Protocol):
     def stack(self, x: Tensor) -> Tensor: ...
 
 
-Axis = Bound | GraphAxis
+Axis = RankAxis | GraphAxis
 """An axis to which this rank belongs, or an axis of a graph or of stacked ranks."""
 AnyAxis = TypeVar("AnyAxis", bound=Axis)
 
@@ -64,7 +64,7 @@ def waited() -> dict[str, float]:
     return dict(HERE.waited)
 
 
-def next_step(axis: Bound) -> None:
+def next_step(axis: RankAxis) -> None:
     """Starts to number collectives from 1 again, by which a report compares ranks; a step of a single rank is not counted."""
     if isinstance(axis, ProcessAxis) and axis.size > 1:
         HERE.next_step()
@@ -86,7 +86,7 @@ def start_all_gather(
             caller does not.
     """
     _check_constant("start_all_gather", shard_S)
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return _in_graph(axis.all_gather, shard_S, label)
     if full_P is None:
         shard_S = shard_S.contiguous()
@@ -117,7 +117,7 @@ def start_reduce_scatter(
         after: the collective that writes `full_P`; this one waits for it, and the caller does not.
     """
     _check_constant("start_reduce_scatter", full_P)
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return _in_graph(axis.reduce_scatter, full_P, label)
     if axis.size == 1:
         is_there = out_S is None or out_S is full_P
@@ -156,7 +156,7 @@ def start_all_to_all(rows_WN: Tensor, axis: Axis, *, after: Pending | None = Non
         after: the collective that writes `rows_WN`; this one waits for it, and the caller does not.
     """
     _check_constant("start_all_to_all", rows_WN)
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return _in_graph(axis.all_to_all, rows_WN, label)
     if axis.size == 1:
         return _without_sending(label, rows_WN, after)
@@ -181,7 +181,7 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
     *Collective:* every rank of `axis`; each sends `2(W-1)/W · P` elements.
     """
     _check_constant("start_all_reduce", full_P)
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return _in_graph(axis.all_reduce, full_P, label)
     if axis.size == 1:
         return _without_sending(label, full_P, after)
@@ -200,7 +200,7 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
 
 def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
     """The axis for the two halves of an all-reduce (a reduce-scatter, an all-gather), which are reported here as one."""
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return axis
     _report_all_reduce(full_P, axis, label)
     return replace(axis, observe=None)
@@ -208,7 +208,7 @@ def in_halves(full_P: Tensor, axis: AnyAxis, label: Label) -> AnyAxis:
 
 def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     """Starts to stack the small tensors of all ranks along a new first dimension. *Collective:* sends (W-1) · numel."""
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         return _in_graph(axis.stack, x, label)
     if axis.size == 1:
         return ended(x[None], label)
@@ -258,7 +258,7 @@ def _without_sending(label: Label, out: Tensor, after: Pending | None, source: T
 
 
 def _in_one_call(
-    collective: Callable[..., Any], out: Tensor, x: Tensor, axis: Bound, after: Pending | None, label: Label
+    collective: Callable[..., Any], out: Tensor, x: Tensor, axis: RankAxis, after: Pending | None, label: Label
 ) -> Pending | None:
     """The backend's own collective (on CUDA), or none for empty tensors. Returns None if sends and receives are faster."""
     if x.numel() == 0:
@@ -287,7 +287,7 @@ def _start(
 
 
 def _swap(
-    received: dict[int, Tensor], sent: dict[int, Tensor], axis: Bound, after: Pending | None = None
+    received: dict[int, Tensor], sent: dict[int, Tensor], axis: RankAxis, after: Pending | None = None
 ) -> Future[list[dist.Work]] | Letters:
     """Starts to receive one tensor from each rank in `received`, and to send one to each rank in `sent`.
 
@@ -321,11 +321,11 @@ def _post(received: dict[int, Tensor], sent: dict[int, Tensor], axis: LockstepAx
     return Letters(Letter(axis.hub, axis.hub.expect(axis.global_rank(rank), me), x) for rank, x in received.items())
 
 
-def _report_all_reduce(full_P: Tensor, axis: Bound, label: Label) -> None:
+def _report_all_reduce(full_P: Tensor, axis: RankAxis, label: Label) -> None:
     _report(axis, "all_reduce", label, 2 * (full_P.numel() // axis.size) * (axis.size - 1), full_P)
 
 
-def _report(axis: Bound, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
+def _report(axis: RankAxis, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
     if isinstance(axis, ProcessAxis):
         HERE.start(label)
     if axis.observe is not None:
@@ -340,7 +340,7 @@ def stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Tensor:
     return start_stack(x, axis, label=label).wait()
 
 
-def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) -> Tensor:
+def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHER) -> Tensor:
     """Overwrites `x` with the tensor of rank `source`, and returns it. *Collective:* the source sends numel to each rank."""
     if axis.size > 1 and x.numel():
         _report(axis, "broadcast", label, x.numel() * (axis.size - 1) * (axis.rank == source), x)
@@ -355,7 +355,7 @@ def broadcast(x: Tensor, axis: Bound, *, source: int = 0, label: Label = OTHER) 
     return x
 
 
-def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
+def exchange(value: Any, axis: RankAxis, *, label: Label = OTHER) -> list[Any]:
     """Every rank's small Python value, in rank order; for start-up checks.
 
     *Collective:* every rank of `axis`; sends the length of its packed value, and then as many bytes as the longest packed value
@@ -377,7 +377,7 @@ def exchange(value: Any, axis: Bound, *, label: Label = OTHER) -> list[Any]:
     return [unpack(bytes(row[:numel].tolist())) for row, numel in zip(rows, numels, strict=True)]
 
 
-def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
+def aside(value: int, axis: RankAxis, *, seconds: float) -> list[int] | None:
     """Every rank's number, in rank order, outside the order of collectives; None unless all ranks call this within `seconds`.
 
     Use it if the other ranks may not make this call. The numbers go through the job's store.
@@ -400,7 +400,7 @@ def aside(value: int, axis: Bound, *, seconds: float) -> list[int] | None:
     return [int(store.get(key)) for key in keys]
 
 
-def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+def start_send(x: Tensor, target: int, axis: RankAxis, *, label: Label = OTHER) -> Pending:
     """Starts to send `x` to the rank `target` of an axis, which calls `start_receive`. `x` must not change until the end.
 
     Messages between two ranks arrive in the order in which they were sent. Sends the elements of `x`.
@@ -415,7 +415,7 @@ def start_send(x: Tensor, target: int, axis: Bound, *, label: Label = OTHER) -> 
     return Pending(label, [work] if work is not None else (), None, x)
 
 
-def start_receive(x: Tensor, source: int, axis: Bound, *, label: Label = OTHER) -> Pending:
+def start_receive(x: Tensor, source: int, axis: RankAxis, *, label: Label = OTHER) -> Pending:
     """Starts to write into `x` the next message that the rank `source` of an axis sends, of the same size."""
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({source: x}, {}, axis), None, x)

@@ -21,7 +21,7 @@ from einops import rearrange
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.codecs import Codec
 from fzero.comms.collectives import Axis
 from fzero.comms.comm_hooks import CommHook, Sending, State
@@ -182,7 +182,7 @@ def _copy_into(out: Tensor | None, dtype: torch.dtype) -> Callable[[Tensor], Ten
 
 def _start_coded(start: Callable[[Axis], Pending], axis: Axis, before: int, after: int) -> Pending:
     """Starts a collective that is recorded with the number of elements before encoding; `before`, `after`: lengths of a row."""
-    if not isinstance(axis, Bound):
+    if not isinstance(axis, RankAxis):
         with torch.fx.traceback.annotate({"coded": (before, after)}):
             return start(axis)
     report = axis.observe

@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 
-from fzero.comms.axes import Bound, CollectiveError, ProcessAxis
+from fzero.comms.axes import CollectiveError, ProcessAxis, RankAxis
 from fzero.comms.progress import HERE, LoneCallError
 from fzero.comms.records import Label
 
@@ -131,7 +131,7 @@ def end_watch() -> None:
         _WATCHES.pop().watchdog.stop()
 
 
-def meet(call: str, axis: Bound) -> None:
+def meet(call: str, axis: RankAxis) -> None:
     """Returns when every rank of the axis has come to this call; called at the start of calls that all ranks must make.
 
     *Collective:* every rank of `axis`; sends some numbers to the job's store.

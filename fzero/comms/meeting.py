@@ -1,6 +1,6 @@
 """Meetings of ranks before a call that every rank must make. A rank that makes the call alone gets an error instead of a crash.
 
-For example, if one rank alone saved, the other ranks, in a step, would receive its tensors as tensors of the step. If the sizes
+For example, one rank saves while the others run a step: they would receive its tensors as tensors of the step. If the sizes
 differ, gloo aborts the process in C++. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.

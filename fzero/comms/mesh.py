@@ -5,7 +5,7 @@ starts with the major axis: the traffic along minor axes is divided by the size 
 them is a single collective.
 
 A collective gets the tensor that will hold the result of the previous collective (`Pending.out`), and waits for that collective
-(`after`). So the same code works on axes of a graph and of stacked ranks, where `out` is a value and no memory is chosen.
+(`after`). The same code works in a graph and on stacked ranks, where `out` is a new value.
 
 Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard, F shards along `axes`.
 """
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, WORLD, AbstractAxis, Bound, ProcessAxis, observed
+from fzero.comms.axes import DATA, WORLD, AbstractAxis, ProcessAxis, RankAxis, observed
 from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, Axis
 from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
@@ -96,7 +96,7 @@ class AxisMesh(Generic[AnyAxis]):
             full: None makes a new tensor.
             hooks: stateless comm hooks by axis.
         """
-        if full is None and axes and isinstance(axes[0], Bound):
+        if full is None and axes and isinstance(axes[0], RankAxis):
             numel = shard_S.numel() * math.prod(axis.size for axis in axes)
             shard_S, full = shard_S.contiguous(), shard_S.new_empty(numel)
         targets = [full]
@@ -177,7 +177,7 @@ class AxisMesh(Generic[AnyAxis]):
 
 
 @dataclass(frozen=True, slots=True)
-class RankMesh(AxisMesh[Bound]):
+class RankMesh(AxisMesh[RankAxis]):
     """The axes of a plan's mesh, of which this process (or this thread) is one rank.
 
     Args:
@@ -187,7 +187,7 @@ class RankMesh(AxisMesh[Bound]):
     shard: int
 
     @classmethod
-    def of(cls, world: Bound, plan: Division) -> Self:
+    def of(cls, world: RankAxis, plan: Division) -> Self:
         """The axes of this rank. *Collective* on several axes of processes: the first call makes a process group for each."""
         return cls(*_axes(world, plan), plan.shard_of(world.rank))
 
@@ -331,7 +331,7 @@ def _plus(pending: Pending, x: Tensor) -> Pending:
 
 def _own(full: Tensor | None, axis: Axis) -> Tensor | None:
     """This rank's shard of a tensor that is divided along one axis, as a view to write to; None if there is no such memory."""
-    if full is None or not isinstance(axis, Bound):
+    if full is None or not isinstance(axis, RankAxis):
         return None
     numel = full.numel() // axis.size
     return full if axis.size == 1 else full[axis.rank * numel : (axis.rank + 1) * numel]

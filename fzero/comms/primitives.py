@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fzero.comms import collectives
-from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, LockstepAxis, ProcessAxis, RankAxis
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.pending import Pending
 from fzero.comms.records import CommRecord, Label, messages
@@ -158,14 +158,14 @@ class Primitive:
         return Abstract(shape, x.dtype, record)
 
     def evaluate(
-        self, x: Tensor, axis: Bound | AbstractAxis | TracedAxis, hook: CommHook | None, label: Label
+        self, x: Tensor, axis: RankAxis | AbstractAxis | TracedAxis, hook: CommHook | None, label: Label
     ) -> Tensor:
         """The result on an axis to which this rank belongs."""
         if hook is not None:
-            return self._coded(x, axis if isinstance(axis, Bound) and not _is_traced(x) else _traced(axis, x), hook)
+            return self._coded(x, axis if isinstance(axis, RankAxis) and not _is_traced(x) else _traced(axis, x), hook)
         rows = _parts(x, axis.size).movedim(-2, 0) if self.divides and x.dim() > 1 else x
         flat = rows.contiguous().view(-1)
-        if isinstance(axis, Bound) and not _is_traced(x):
+        if isinstance(axis, RankAxis) and not _is_traced(x):
             result = self.start(flat, axis=axis, label=label).wait()
         else:
             result = getattr(_traced(axis, x), self.name)(flat)
@@ -197,7 +197,7 @@ class Primitive:
             return _parts(sum_AB, ranks.size).movedim(-2, 1).flatten(0, 2), 0
         return _parts(x_ARB, ranks.size).transpose(1, -2).flatten(-2).flatten(0, 2), 0
 
-    def _coded(self, x: Tensor, axis: Bound | TracedAxis | OverRanks, hook: CommHook) -> Tensor:
+    def _coded(self, x: Tensor, axis: RankAxis | TracedAxis | OverRanks, hook: CommHook) -> Tensor:
         """The result of a comm hook, row by row."""
         if x.dim() > 1:
             return torch.stack([self._coded(row, axis, hook) for row in x.unbind(0)])
@@ -228,7 +228,7 @@ def _parts(x: Tensor, size: int) -> Tensor:
     return x.view(*x.shape[:-1], size, x.shape[-1] // size)
 
 
-def _start_all_to_all(parts_P: Tensor, axis: Bound, label: Label) -> Pending:
+def _start_all_to_all(parts_P: Tensor, axis: RankAxis, label: Label) -> Pending:
     return collectives.start_all_to_all(parts_P.view(axis.size, -1), axis, label=label).then(lambda rows: rows.view(-1))
 
 
@@ -365,7 +365,7 @@ def _in_graph(axis: Axis, x: Tensor) -> tuple[Any, ...]:
     return axis.size, axis.stride
 
 
-def _traced(axis: Bound | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis:
+def _traced(axis: RankAxis | AbstractAxis | TracedAxis, x: Tensor) -> TracedAxis:
     """The axis whose operators make a collective visible to a tracer."""
     if isinstance(axis, TracedAxis):
         return axis

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from fzero.comms.axes import AbstractAxis, Bound, LockstepAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, LockstepAxis, ProcessAxis, RankAxis
 from fzero.comms.failures import drop_probes, end_watch, explained, keep_watch, timeout_of, timeout_of_group
 from fzero.comms.pending import drop_abandoned, has_abandoned
 from fzero.comms.rendezvous import launched
@@ -25,7 +25,7 @@ from sharding import Mesh
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
 """The groups that contain some ranks of another group, by that group. They live as long as it does."""
 
-AnyRank = TypeVar("AnyRank", Bound, ProcessAxis | AbstractAxis)
+AnyRank = TypeVar("AnyRank", RankAxis, ProcessAxis | AbstractAxis)
 
 
 # --- joining and leaving -----------------------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def along(world: AnyRank, mesh: Mesh, name: str) -> AnyRank:
     return ProcessAxis(name, size, rank, group, world.observe)
 
 
-def once_more(axis: Bound) -> Bound:
+def once_more(axis: RankAxis) -> RankAxis:
     """The same ranks with a second process group, for collectives that must not wait for those of the axis's own group.
 
     *Collective* on a `ProcessAxis` of several ranks: every one.

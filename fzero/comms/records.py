@@ -86,22 +86,22 @@ class CommRecord(NamedTuple):
     is_joined: bool = False
 
 
-class Message(NamedTuple):
+class AxisMessages(NamedTuple):
     """The messages of one rank in a collective along one axis: the elements of each, and to how many ranks."""
 
     numel: int
     num_others: int
 
 
-def messages(numel: int, sizes: Iterable[int]) -> Iterator[Message]:
+def messages(numel: int, sizes: Iterable[int]) -> Iterator[AxisMessages]:
     """The messages of a reduce-scatter of `numel` elements along axes of these sizes, one axis after the other.
 
     Its transpose, the all-gather that ends with `numel` elements, has the same messages in the opposite order. Primitives, plans
     and dry runs read them here.
 
     >>> [*messages(24, [3, 2])]
-    [Message(numel=8, num_others=2), Message(numel=4, num_others=1)]
+    [AxisMessages(numel=8, num_others=2), AxisMessages(numel=4, num_others=1)]
     """
     for size in sizes:
         numel //= size
-        yield Message(numel, size - 1)
+        yield AxisMessages(numel, size - 1)

@@ -11,12 +11,12 @@ from torch import nn
 
 from fzero.compression.added import salt_of
 from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
-from fzero.compression.techniques import Kind, Mask, Quantize, QuantizeInput, Technique
+from fzero.compression.techniques import Mask, PruningKind, Quantize, QuantizeInput, Technique
 from fzero.config.compression import CompressionTraining, Group
 from fzero.config.config import Config, ConfigError
 
 _BLOCK = "compression_training"
-_PRUNING: tuple[tuple[Kind, str, type[nn.Module] | tuple[type[nn.Module], ...]], ...] = (
+_PRUNING: tuple[tuple[PruningKind, str, type[nn.Module] | tuple[type[nn.Module], ...]], ...] = (
     ("sparse", "sparse_mask_scores", (nn.Linear, nn.Conv2d)),
     ("row", "row_mask_scores", nn.Linear),
     ("head", "head_pruning_scores", nn.Linear),
@@ -112,7 +112,7 @@ class _Search:
         for weight, quantizer in found.items():
             self.params.setdefault(weight, []).append(quantizer)
 
-    def prune(self, block: CompressionTraining, kind: Kind, scores: str, taken: Any) -> None:
+    def prune(self, block: CompressionTraining, kind: PruningKind, scores: str, taken: Any) -> None:
         technique = getattr(block, f"{kind}_pruning")
         shared = technique.shared_parameters
         groups = list(self._groups(f"{kind}_pruning", technique, taken))
@@ -126,12 +126,12 @@ class _Search:
         found = {self._weight(where, name): None for where, _, names in groups for x in names for name in x}
         self._check_ties(f"{kind}_pruning", found, [x for _, _, names in groups for x in names])
 
-    def _mask(self, where: str, kind: Kind, name: str, ratio: float, shared: Any, scores: str) -> Mask:
+    def _mask(self, where: str, kind: PruningKind, name: str, ratio: float, shared: Any, scores: str) -> Mask:
         """The mask of a module's weight; notes the tensor that it is made from."""
         weight = self.modules[name].weight
         full, trained = self._weight(where, name), shared.method == "topk"
         shape = tuple(weight.shape)
-        shapes: dict[Kind, tuple[int, ...]] = {
+        shapes: dict[PruningKind, tuple[int, ...]] = {
             "sparse": shape, "row": (shape[0], 1), "channel": (shape[0], *(1 for _ in shape[1:])),
         }  # fmt: skip
         if kind == "head":
@@ -259,7 +259,7 @@ class _Search:
 
     # --- related modules -----------------------------------------------------------------------------------------
 
-    def _relate(self, where: str, kind: Kind, names: Sequence[str], patterns: Sequence[str]) -> None:
+    def _relate(self, where: str, kind: PruningKind, names: Sequence[str], patterns: Sequence[str]) -> None:
         """Notes the dimensions that shrink with the pruned modules."""
         where = f"{where}.related_modules"
         if kind == "sparse":
@@ -283,7 +283,7 @@ class _Search:
                 cut += self._cut_of(where, kind, found[index], name, size)
             self.shrinks.append(Shrink(mask, tuple(cut)))
 
-    def _cut_of(self, where: str, kind: Kind, related: str, name: str, size: int) -> list[tuple[str, int]]:
+    def _cut_of(self, where: str, kind: PruningKind, related: str, name: str, size: int) -> list[tuple[str, int]]:
         """The tensors of a related module that shrink, each with its dimension."""
         module = self.modules[related]
         is_norm = isinstance(module, nn.BatchNorm2d)

@@ -28,7 +28,7 @@ from fzero.compression.formulas import (
 )
 from fzero.compression.plan import PulledGrad
 
-Kind = Literal["sparse", "row", "head", "channel"]
+PruningKind = Literal["sparse", "row", "head", "channel"]
 Tensors = Mapping[str, Tensor]
 
 MOMENTUM = 0.95
@@ -124,7 +124,7 @@ class Mask:
         of_bias: whether it is applied to the bias.
     """
 
-    kind: Kind
+    kind: PruningKind
     ratio: float
     source: str
     trained: bool

@@ -9,7 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-Kind = Literal["functions", "classes", "errors", "values", "constants", "modules"]
+NameKind = Literal["functions", "classes", "errors", "values", "constants", "modules"]
 
 ROOT = "deepspeed"
 
@@ -19,7 +19,7 @@ class Recorded:
     """One module of DeepSpeed: the names that it defines by kind, and those that it imports from its other modules."""
 
     is_package: bool
-    own: Mapping[str, Kind]
+    own: Mapping[str, NameKind]
     constants: Mapping[str, Any]
     imported: Mapping[str, tuple[str, str]]
     """(module, name there) of each imported name; the name is "" for a module."""
@@ -33,7 +33,7 @@ class Definition:
 
     module: str
     name: str
-    kind: Kind
+    kind: NameKind
 
     def __str__(self) -> str:
         return f"{self.module}.{self.name}" if self.name else self.module
@@ -56,7 +56,7 @@ def modules() -> Mapping[str, Recorded]:
 
 
 def _recorded(entry: Mapping[str, Any]) -> Recorded:
-    own = {name: kind for kind in get_args(Kind) if kind != "constants" for name in entry.get(kind, "").split()}
+    own = {name: kind for kind in get_args(NameKind) if kind != "constants" for name in entry.get(kind, "").split()}
     return Recorded(
         is_package=entry.get("is_package", False),
         own=own | dict.fromkeys(entry.get("constants", ()), "constants"),

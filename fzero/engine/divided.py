@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from sharding import Partition
@@ -33,12 +33,12 @@ class Divided:
     """
 
     shape: torch.Size
-    axis: Bound
+    axis: RankAxis
     shard_S: Tensor
     device: torch.device
 
     @classmethod
-    def of(cls, full: Tensor, axis: Bound, *, source: int | None = 0) -> Divided:
+    def of(cls, full: Tensor, axis: RankAxis, *, source: int | None = 0) -> Divided:
         """This rank's part of a tensor.
 
         *Collective* with a source: every rank; the source sends N elements to each other rank.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
@@ -52,7 +52,7 @@ class Rules(NamedTuple):
         keep: moves a shard to where it stays.
     """
 
-    axis: Bound
+    axis: RankAxis
     device: torch.device
     dtype: torch.dtype | None = None
     keep: Callable[[Tensor], Tensor] = lambda shard_S: shard_S
@@ -163,7 +163,7 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
     if not found:
         yield
         return
-    axis: Bound = found[0].fzero_divided.axis
+    axis: RankAxis = found[0].fzero_divided.axis
     check_modifier(modifier_rank, axis)
     meet("zero.GatheredParameters", axis)
     own = [param for param in found if isinstance(param, DividedParameter)]  # others are shown by an outer one
@@ -189,7 +189,7 @@ def gathered(params: Iterable[Tensor], modifier_rank: int | None) -> Iterator[No
             collectives.broadcast(param.data, axis, source=modifier_rank, label=_LEAVING)
 
 
-def check_modifier(rank: int | None, axis: Bound) -> None:
+def check_modifier(rank: int | None, axis: RankAxis) -> None:
     """Raises unless `modifier_rank` is None or one of the ranks."""
     if rank is not None and rank not in range(axis.size):
         raise ValueError(
@@ -198,7 +198,7 @@ def check_modifier(rank: int | None, axis: Bound) -> None:
         )
 
 
-def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: Bound) -> None:
+def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: RankAxis) -> None:
     """Raises on all ranks if a gathered parameter has got another shape on one, or a dtype of its own. *Collective:* every rank.
 
     Args:
@@ -220,7 +220,7 @@ def check_forms(pairs: Sequence[tuple[Tensor, torch.Size]], axis: Bound) -> None
                 )
 
 
-def refuse_changes(changed: Sequence[str], axis: Bound) -> None:
+def refuse_changes(changed: Sequence[str], axis: RankAxis) -> None:
     """Raises on all ranks if one of them has changed parameters that are equal on all. *Collective:* every rank.
 
     Args:

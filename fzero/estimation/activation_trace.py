@@ -44,7 +44,7 @@ from fzero.storage.buffer_sizes import pinned_nbytes
 from sharding.views import torch_dtype
 
 
-class Work(NamedTuple):
+class OperatorCost(NamedTuple):
     """The cost of one operator: floating point operations, bytes read and written, and whether its dtype exceeds 16 bits."""
 
     flops: int
@@ -68,14 +68,14 @@ class TraceEvent(NamedTuple):
     name: str = ""  # of the parameter
     most: int = 0  # the peak of activations
     now: int = 0  # activations when the event starts
-    work: tuple[Work, ...] = ()
+    work: tuple[OperatorCost, ...] = ()
     waiting: int = 0  # the peak of checkpointed inputs in host memory
     leaves: int = 0  # such inputs that are copied to host memory
     returns: int = 0  # and those that are copied back
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
+class ActivationTrace:
     """The needs of one micro-step on one rank: peak bytes of activations, floating point operations, and the events."""
 
     nbytes: int
@@ -109,7 +109,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0
         self.events: list[TraceEvent] = []
         self.moves = Moves(partial(self._copied, "leaves"), partial(self._copied, "returns"))
-        self._event, self._work = TraceEvent("begin"), list[Work]()
+        self._event, self._work = TraceEvent("begin"), list[OperatorCost]()
         self._held, self._peak = Counter[str](), Counter[str]()  # bytes by memory: now, and the most of this event
         self._copying, self._copied_since = "", Counter[str]()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -155,7 +155,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         weakref.finalize(storage, self._held.subtract, {memory: nbytes})
 
     def _copied(self, direction: Literal["leaves", "returns"], x: Tensor) -> Tensor:
-        """A copy between the device and host memory; it occupies the host link, and so adds no `Work`."""
+        """A copy between the device and host memory; it occupies the host link, and so adds no `OperatorCost`."""
         self._copying = direction
         self._copied_since[direction] += x.nbytes
         try:
@@ -169,10 +169,10 @@ _FUNCTIONS = ("_norm", "softmax", "gelu", "silu", "tanh", "sigmoid", "exp", "erf
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
 
 
-def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
+def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> OperatorCost:
     name, made = func.overloadpacket.__name__, tensors_in(out)
     if func.is_view or not made or name.startswith(_MOVES_NOTHING) or name in ("new_empty", "new_empty_strided"):
-        return Work(flops, 0, False)
+        return OperatorCost(flops, 0, False)
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
@@ -180,7 +180,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Work:
     kind: OperatorKind = (
         "attention" if "attention" in name else "pointwise" if any(x in name for x in _FUNCTIONS) else ""
     )
-    return Work(flops, sum(map(_nbytes, (*read, *made))), is_wide, kind)
+    return OperatorCost(flops, sum(map(_nbytes, (*read, *made))), is_wide, kind)
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
@@ -198,7 +198,7 @@ def _nbytes(x: Tensor) -> int:
 def trace_activations(
     model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
     on_host: bool | None = None, device: Device = "cuda",
-) -> Traced:  # fmt: skip
+) -> ActivationTrace:  # fmt: skip
     """Activations and FLOPs of one forward and backward.
 
     Args:
@@ -241,7 +241,7 @@ def trace_activations(
             alive.mark("boundary")
             loss.backward()  # type: ignore[no-untyped-call]
     alive.mark("boundary")  # ends the last event
-    return Traced(alive.most, alive.flops, tuple(alive.events), sizes)
+    return ActivationTrace(alive.most, alive.flops, tuple(alive.events), sizes)
 
 
 @contextmanager
@@ -402,11 +402,11 @@ class Activations:
             )
         )
 
-    def of(self, *, checkpoints: bool, on_host: bool = False) -> Traced:
+    def of(self, *, checkpoints: bool, on_host: bool = False) -> ActivationTrace:
         """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
         return self._trace(checkpoints, checkpoints and on_host)
 
-    def of_config(self, cfg: Config) -> Traced:
+    def of_config(self, cfg: Config) -> ActivationTrace:
         """The trace with the checkpointing of a configuration."""
         checkpointing = cfg.activation_checkpointing
         return self.of(checkpoints=checkpointing.every is not None, on_host=checkpointing.cpu_checkpointing)

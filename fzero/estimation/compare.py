@@ -26,7 +26,7 @@ from fzero.config.deepspeed_keys import INSTEAD
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import is_off
 from fzero.config.zero import ZeroOptimization
-from fzero.estimation.activation_trace import Traced, trace_activations
+from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
@@ -299,7 +299,7 @@ def column(
     world_size: int,
     mesh: Mesh | None = None,
     *,
-    trace: Traced | None = None,
+    trace: ActivationTrace | None = None,
     machine: MachineModel | None = None,
     device: Device = "cuda",
     cache: int | None = None,

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.text_tables import scale_of
-from fzero.estimation.activation_trace import Traced
+from fzero.estimation.activation_trace import ActivationTrace
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_update import update
 from fzero.estimation.ledger import Device, MemoryLedger, MemorySample
@@ -131,7 +131,7 @@ class DryRun:
 
 def dry_run(
     plan: Plan,
-    trace: Traced | None = None,
+    trace: ActivationTrace | None = None,
     *,
     machine: MachineModel | None = None,
     device: Device = "cuda",

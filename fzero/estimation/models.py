@@ -34,7 +34,7 @@ class ModelError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class NamedModel:
     """A model on `meta`, and what it is."""
 
     model: nn.Module
@@ -52,7 +52,7 @@ class Named:
         return f"{self.what}: {self.num_params / scale:.4g}{letter} parameters"
 
 
-def named(word: str) -> Named:
+def named(word: str) -> NamedModel:
     """The model that a word names; see above.
 
     Raises:
@@ -109,7 +109,7 @@ def sample_from(word: str) -> Any:
 # --- a plain GPT -------------------------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention and a perceptron, each with a pre-norm and a residual connection."""
 
     def __init__(self, width: int) -> None:
@@ -135,7 +135,7 @@ class PlainGPT(nn.Module):
     def __init__(self, depth: int, width: int, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
@@ -146,7 +146,7 @@ class PlainGPT(nn.Module):
         return functional.cross_entropy(logits.float(), labels.flatten())
 
 
-def _gpt(count: float) -> Named:
+def _gpt(count: float) -> NamedModel:
     if not 1e5 <= count <= 1e14:
         rule = "a count of parameters must be between 100K and 100T"
         raise ModelError(f"model: {rule}, got {count:.3g}; write it as 7B or 350M")
@@ -154,7 +154,7 @@ def _gpt(count: float) -> Named:
     with torch.device("meta"), _Unfilled():
         model = PlainGPT(depth, width, vocabulary)
     blocks = f"{depth} block{'s' * (depth > 1)}"
-    return Named(model, f"a plain GPT of {blocks}, width {width}, vocabulary {vocabulary}")
+    return NamedModel(model, f"a plain GPT of {blocks}, width {width}, vocabulary {vocabulary}")
 
 
 def shape_of(count: float) -> tuple[int, int, int]:
@@ -186,11 +186,11 @@ def shape_of(count: float) -> tuple[int, int, int]:
 # --- import paths and transformers -------------------------------------------------------------------------------
 
 
-def _imported(word: str) -> Named:
+def _imported(word: str) -> NamedModel:
     made = _called(word, "model", "a function without arguments that returns a module")
     if not isinstance(made, nn.Module):
         raise ModelError(f"model: {word!r} must be a torch.nn.Module, got {type(made).__name__}; return one")
-    return Named(made, f"{type(made).__name__} of {word}")
+    return NamedModel(made, f"{type(made).__name__} of {word}")
 
 
 def _called(word: str, field: str, what: str) -> Any:
@@ -235,7 +235,7 @@ class _Unfilled(TorchFunctionMode):
         return filled if is_filling and isinstance(filled, Tensor) and filled.is_meta else func(*args, **kwargs)
 
 
-def _of_file(path: Path) -> Named:
+def _of_file(path: Path) -> NamedModel:
     try:
         given = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -255,7 +255,7 @@ def _of_file(path: Path) -> Named:
     return _built(getattr(transformers, names[0], None) if names else None, config, str(path))
 
 
-def _of_class(word: str) -> Named:
+def _of_class(word: str) -> NamedModel:
     transformers = _transformers()
     cls = getattr(transformers, word, None) if word.isidentifier() else None
     if cls is None or not isinstance(cls, type):
@@ -272,7 +272,7 @@ def _of_class(word: str) -> Named:
     return _built(cls, config_class(), word)
 
 
-def _built(cls: Any, config: Any, source: str) -> Named:
+def _built(cls: Any, config: Any, source: str) -> NamedModel:
     transformers = _transformers()
     config.use_cache = False  # useless in training, and a capture cannot trace it
     try:
@@ -286,4 +286,4 @@ def _built(cls: Any, config: Any, source: str) -> Named:
     except Exception as error:
         fix = "correct the configuration"
         raise ModelError(f"model: {source!r}: transformers cannot build it: {error}; {fix}") from error
-    return Named(model.train(), f"{type(model).__name__} of {source}")
+    return NamedModel(model.train(), f"{type(model).__name__} of {source}")

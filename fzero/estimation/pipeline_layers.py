@@ -17,7 +17,7 @@ from torch import nn
 
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import changed
-from fzero.estimation.activation_trace import Traced, trace_activations
+from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 from fzero.estimation.compare import keys_of, quietly
 from fzero.estimation.ledger import Device
 from fzero.pipeline.layers import StageLayers, TiedLayerSpec
@@ -60,7 +60,7 @@ class _Layer:
 
 def layer_costs(
     planned: Plan,
-    trace: Traced,
+    trace: ActivationTrace,
     machine: MachineModel,
     layer_of: Callable[[str], str] | None = None,
 ) -> PlannedLayers:
@@ -94,7 +94,7 @@ def layer_costs(
     )
 
 
-def _visits(trace: Traced, machine: MachineModel, layer_of: Callable[[str], str]) -> list[_Layer]:
+def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[str], str]) -> list[_Layer]:
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
     seconds_before = 0.0  # of what runs before the first layer
@@ -165,7 +165,7 @@ class TracedLayers:
 
     def __init__(
         self, model: nn.Module, cfg: Config, batch: Any, machine: MachineModel | None = None, *, loss_fn: Any = None,
-        device: Device = "cuda", trace: Traced | None = None,
+        device: Device = "cuda", trace: ActivationTrace | None = None,
     ) -> None:  # fmt: skip
         self.module = model if isinstance(model, PipelineModule) else None
         if self.module is not None:

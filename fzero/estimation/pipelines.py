@@ -34,7 +34,7 @@ from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, of_sta
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
-from fzero.pipeline.timeline import Timeline, chunk_costs, predict
+from fzero.pipeline.timeline import PipelineTimeline, chunk_costs, predict
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.units import blocks_of
 from fzero.runtime.step_runtime import StepRuntime
@@ -68,7 +68,7 @@ class PipelinePlan:
 
     layers: PlannedLayers = field(repr=False)
     bounds: Bounds
-    timeline: Timeline = field(repr=False)
+    timeline: PipelineTimeline = field(repr=False)
     reduces: tuple[float, ...] = field(repr=False)
     checkpoints: bool = False
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from fzero.estimation.activation_trace import Traced
+from fzero.estimation.activation_trace import ActivationTrace
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.plans.unit_orders import Event, early
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     returns: int = 0
 
 
-def parts_of(plan: Plan, trace: Traced | None, machine: MachineModel) -> tuple[Part, ...]:
+def parts_of(plan: Plan, trace: ActivationTrace | None, machine: MachineModel) -> tuple[Part, ...]:
     """The parts of one micro-step, in order; without a trace they have no work, and units run in declaration order."""
     return tuple(_declared(plan) if trace is None else _traced(plan, trace, machine))
 
@@ -52,7 +52,7 @@ def _declared(plan: Plan) -> Iterator[Part]:
             yield Part("grad", unit.name, buffer.key, buffer is trained[-1], buffer.layout.numel)
 
 
-def _traced(plan: Plan, trace: Traced, machine: MachineModel) -> Iterator[Part]:
+def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterator[Part]:
     homes, events = plan.homes, trace.events
     last = {homes[m.name][0].name: index for index, m in enumerate(events) if m.kind == "grad"}
     before = Part("begin")

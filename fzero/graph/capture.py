@@ -67,7 +67,7 @@ def pass_options(plan: Plan) -> PassOptions:
     return PassOptions(ahead=ahead, max_live=plan.max_live, max_reducing=plan.max_reducing, **given)
 
 
-class Kind(NamedTuple):
+class ArgumentKind(NamedTuple):
     """The properties of arguments on which a graph depends."""
 
     treespec: optree.PyTreeSpec
@@ -118,13 +118,13 @@ class Compiled:
         sent: the collectives of one run.
     """
 
-    kind: Kind
+    kind: ArgumentKind
     traced: Traced
     run: Callable[[list[Tensor]], Sequence[Tensor]]
     graph: Graph
     sent: list[CommRecord]
 
-    def misfit(self, kind: Kind) -> str | None:
+    def misfit(self, kind: ArgumentKind) -> str | None:
         """Why the graph cannot run on such arguments; None if it can."""
         if self.kind.treespec != kind.treespec:
             return f"the batch has the structure {kind.treespec}, and had {self.kind.treespec}"
@@ -246,7 +246,7 @@ class CompiledStep:
             self.functions.model.length = length = self._drop.length(int(state.step.reshape(-1)[0]))
         if self.backend is None:
             return function(state, *further)
-        kind, known = Kind.of((further, length)), self._compiled.setdefault(name, [])
+        kind, known = ArgumentKind.of((further, length)), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
@@ -266,7 +266,7 @@ class CompiledStep:
                 observe(record)
         return result
 
-    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: Kind) -> Compiled:
+    def _compile(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: ArgumentKind) -> Compiled:
         """Captures a function; rank 0 reports on stderr how long that took."""
         assert self.backend is not None
         began = time.perf_counter()
@@ -297,8 +297,8 @@ class CompiledStep:
         self.functions.model.length = 0 if self._drop is None else self._drop.length(0)
         if len(micro_batches) == 1:
             return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
-        known: dict[Kind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
-        kinds = [Kind.of(batch) for batch in micro_batches]
+        known: dict[ArgumentKind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
+        kinds = [ArgumentKind.of(batch) for batch in micro_batches]
         for kind, batch in zip(kinds, micro_batches, strict=True):
             if kind not in known:
                 traced = self._trace(self.functions.micro_step, (state, batch, numbers))

@@ -32,7 +32,7 @@ from fzero.plans.plan import Plan
 from fzero.runtime.fetched_parameters import FetchedParameters, marks_of
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, kind_of, late, was_changed, wrong_kind
+from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, late, shape_and_dtype, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -253,7 +253,7 @@ class ModelInGraph:
         for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
             if marks := marks_of(own):
                 vars(tensors[self._aliases.get(name, name)]).update(marks)
-        given, kinds = self._named(tensors), {name: kind_of(buffer_) for name, buffer_ in buffers.items()}
+        given, kinds = self._named(tensors), {name: shape_and_dtype(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)
         with self._reads_from(tensors, see, lambda name: given[f"model.{name}"]):
@@ -266,8 +266,8 @@ class ModelInGraph:
             module._init_flat_weights()
         for name, buffer_ in buffers.items():
             now = given[f"model.{name}"]  # functional_call leaves the tensor here that the model assigned to the buffer
-            if kinds[name] != kind_of(now):
-                raise wrong_kind(name, kinds[name], kind_of(now))
+            if kinds[name] != shape_and_dtype(now):
+                raise wrong_kind(name, kinds[name], shape_and_dtype(now))
             if now is not buffer_:
                 buffer_.copy_(now.detach())
         return loss, weight

@@ -37,7 +37,7 @@ from fzero.launch.deepspeed_flags import (
 )
 from fzero.launch.environment import forwarded, not_forwarded, rank_defaults, read_env_files
 from fzero.launch.hostfile import Host, choose, parse_filter, parse_hostfile
-from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, Job
+from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, LaunchJob
 from fzero.launch.preflight import check
 from fzero.launch.rendezvous import SECRET
 from fzero.launch.supervise import supervise
@@ -229,7 +229,7 @@ def work_of(given: argparse.Namespace, hosts: tuple[Host, ...], *, is_local: boo
 
 def commands_of(
     given: argparse.Namespace, work: AgentWork, environment: Mapping[str, str], from_file: Mapping[str, str]
-) -> tuple[Job, tuple[Command, ...]]:
+) -> tuple[LaunchJob, tuple[Command, ...]]:
     """The job on many hosts, and the commands of its launcher."""
     for name in not_forwarded(environment):
         rule = "a name has letters, digits and _ only, and begins with no digit"
@@ -245,7 +245,7 @@ def commands_of(
     if given.launcher == "ssh":
         ssh_args, launcher_args = launcher_args, ()
     port = () if given.ssh_port is None else ("-p", str(given.ssh_port))
-    job = Job(work, variables, os.getcwd(), launcher_args, (*port, *ssh_args))
+    job = LaunchJob(work, variables, os.getcwd(), launcher_args, (*port, *ssh_args))
     return job, LAUNCHERS[given.launcher](job)
 
 

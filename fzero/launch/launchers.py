@@ -50,7 +50,7 @@ class Command:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class LaunchJob:
     """A job on several hosts; `work.node_rank` is ignored."""
 
     work: AgentWork
@@ -92,12 +92,12 @@ class Job:
         return {**self.environment, "MASTER_ADDR": self.work.master_addr, "MASTER_PORT": str(self.work.master_port)}
 
 
-def ssh_words(job: Job) -> tuple[str, ...]:
+def ssh_words(job: LaunchJob) -> tuple[str, ...]:
     """ssh with the options of every connection."""
     return ("ssh", "-o", "BatchMode=yes", *ALIVE, *job.ssh_args)
 
 
-def ssh(job: Job) -> tuple[Command, ...]:
+def ssh(job: LaunchJob) -> tuple[Command, ...]:
     """One connection to each host."""
     return tuple(
         Command((*ssh_words(job), *job.launcher_args, name, job.agent(number)), {}, (name,), job.line)
@@ -105,7 +105,7 @@ def ssh(job: Job) -> tuple[Command, ...]:
     )
 
 
-def pdsh(job: Job) -> tuple[Command, ...]:
+def pdsh(job: LaunchJob) -> tuple[Command, ...]:
     """One pdsh, which runs ssh for each host, and writes its name for %h and its number for %n.
 
     Its own way to start ssh would give the agents no input.
@@ -115,7 +115,7 @@ def pdsh(job: Job) -> tuple[Command, ...]:
     return (Command((*words, *connects, "%h", job.agent(0, written="%n")), {"FZERO_INPUT": job.line}, job.names),)
 
 
-def openmpi(job: Job) -> tuple[Command, ...]:
+def openmpi(job: LaunchJob) -> tuple[Command, ...]:
     """mpirun of Open MPI. Ranks are not bound to cores, because binding would put all threads of a rank on one core."""
     _check_ranks_without_agent(job, "openmpi")
     where = ",".join(f"{host.name}:{len(host.slots)}" for host in job.hosts)
@@ -124,7 +124,7 @@ def openmpi(job: Job) -> tuple[Command, ...]:
     return _of_ranks(job, *words, "--wdir", job.folder, *exports)
 
 
-def mvapich(job: Job) -> tuple[Command, ...]:
+def mvapich(job: LaunchJob) -> tuple[Command, ...]:
     """mpirun of MVAPICH, and of other relatives of MPICH (Hydra)."""
     _check_ranks_without_agent(job, "mvapich")
     per_host = _equal_slots(job, "mvapich")
@@ -132,7 +132,7 @@ def mvapich(job: Job) -> tuple[Command, ...]:
     return _of_ranks(job, *words, "-wdir", job.folder, "-genvlist", ",".join(job.of_ranks()))
 
 
-def slurm(job: Job) -> tuple[Command, ...]:
+def slurm(job: LaunchJob) -> tuple[Command, ...]:
     """srun, inside an allocation or making one. Variables are passed in the environment: --export would split them at commas."""
     _check_ranks_without_agent(job, "slurm")
     per_host = _equal_slots(job, "slurm")
@@ -141,19 +141,19 @@ def slurm(job: Job) -> tuple[Command, ...]:
     return _of_ranks(job, *words, "--label")
 
 
-def _of_ranks(job: Job, *words: str) -> tuple[Command, ...]:
+def _of_ranks(job: LaunchJob, *words: str) -> tuple[Command, ...]:
     """One command that starts all ranks itself."""
     return (Command((*words, *job.launcher_args, *job.work.program), job.of_ranks(), job.names),)
 
 
-LAUNCHERS: Mapping[str, Callable[[Job], tuple[Command, ...]]] = {
+LAUNCHERS: Mapping[str, Callable[[LaunchJob], tuple[Command, ...]]] = {
     launcher.__name__: launcher for launcher in (ssh, pdsh, openmpi, mvapich, slurm)
 }
 PROGRAMS = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun", "mvapich": "mpirun", "slurm": "srun"}
 HAVE_AGENTS = ("ssh", "pdsh")
 
 
-def _check_ranks_without_agent(job: Job, launcher: str) -> None:
+def _check_ranks_without_agent(job: LaunchJob, launcher: str) -> None:
     for host in job.hosts:
         if not host.takes_first_slots:
             raise ValueError(
@@ -171,7 +171,7 @@ def _check_ranks_without_agent(job: Job, launcher: str) -> None:
         raise ValueError(f"--launcher {launcher}: starts ranks without torchrun, so {fix}")
 
 
-def _equal_slots(job: Job, launcher: str) -> int:
+def _equal_slots(job: LaunchJob, launcher: str) -> int:
     counts = {host.name: len(host.slots) for host in job.hosts}
     if len({*counts.values()}) > 1:
         raise ValueError(f"--launcher {launcher}: needs as many slots on every host, got {counts}; use --launcher ssh")

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fzero.common.text_tables import print_report
 from fzero.launch.hostfile import Host
-from fzero.launch.launchers import Job, ssh_words
+from fzero.launch.launchers import LaunchJob, ssh_words
 
 SECONDS = 30  # for a host to answer
 CLOCKS = 2.0  # seconds by which clocks may differ without a warning
@@ -53,7 +53,7 @@ class HostProbe:
         return f"python {self.python}, torch {self.torch}, fzero {self.fzero}"
 
 
-def ask(job: Job, name: str) -> HostProbe | str:
+def ask(job: LaunchJob, name: str) -> HostProbe | str:
     """The answer of a host, or the reason why there is none."""
     command = f"cd {shlex.quote(job.folder)} && exec {shlex.join([job.python, '-c', PROBE, *script_of(job)])}"
     words = [*ssh_words(job), "-o", f"ConnectTimeout={SECONDS // 2}", name, command]
@@ -70,7 +70,7 @@ def ask(job: Job, name: str) -> HostProbe | str:
     return HostProbe(**said, clock_error=max(0.0, clock - now) - max(0.0, asked - clock))
 
 
-def script_of(job: Job) -> tuple[str, ...]:
+def script_of(job: LaunchJob) -> tuple[str, ...]:
     """The script file of the ranks; empty for a module or a program."""
     program = job.work.program
     return program[2:3] if program[:2] == (job.python, "-u") and program[2] != "-m" else ()
@@ -113,7 +113,7 @@ def table(hosts: Sequence[Host], answers: Sequence[HostProbe | str]) -> Table:
     return made
 
 
-def check(job: Job) -> None:
+def check(job: LaunchJob) -> None:
     """Probes all hosts of a job concurrently; prints warnings, and the table of hosts if there is a problem.
 
     Raises:

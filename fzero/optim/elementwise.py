@@ -1,6 +1,6 @@
 """Checks that a transform is elementwise: a shard of its update is the update of that shard.
 
-Running it cannot prove that; the checks try random numbers, long runs, large tensors and counts of updates.
+No number of runs can prove that. The checks try random numbers, long runs, large tensors and counts of updates.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def check_trials(transform: Transform, trials: Sequence[Trial], *, name: str) ->
             differs = find_cut(transform, param, grads, ((0, half), (half, len(param))), start=trial.start)
         if differs:
             raise ValueError(
-                f"{name}: must be elementwise, and two halves of {half} elements updated one by one differ from the full "
+                f"{name}: must be elementwise, but updates of the two halves ({half} elements each) differ from the full "
                 f"update in {differs}; a shard does not know the elements of other ranks, so use a transform that takes "
                 f"`contents`"
             )

@@ -1,4 +1,4 @@
-"""Fragments: the parts of parameters in a flat tensor, and sums over parameters that several ranks hold parts of.
+"""Fragments: the parts of parameters in a flat tensor, and sums over a parameter whose parts are on several ranks.
 
 An optimizer that is not elementwise reads full parameters: their norms, their rows and columns, their singular values. In
 stage 0 its flat tensor is the full buffer, in stages 1-3 one shard, whose ends cut parameters. `ShardContents` lists the

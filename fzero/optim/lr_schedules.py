@@ -3,8 +3,8 @@
 A `Schedule` takes the number n of updates before this one, and returns the value for this one. So the learning rate is a
 function of the state: a skipped step does not advance it, and a saved state continues it.
 
-The named schedules give the values of DeepSpeed. DeepSpeed steps a schedule *after* each update. So the update after n others
-uses iteration i = n-1, and the first update has a value of its own.
+The named schedules give the values of DeepSpeed. DeepSpeed steps a schedule *after* each update. So an update with n updates
+before it uses DeepSpeed's iteration n-1. The first update has no such iteration, but a value of its own.
 
 >>> rate = warmup_lr(max_lr=1.0, warmup_num_steps=4)
 >>> [round(rate(n), 5) for n in range(5)]

@@ -1,9 +1,9 @@
 """Optimizers whose update depends on full parameters: LAMB, Adafactor and Muon as transforms of flat buffers.
 
 They are transforms like those of `fzero.optim.transforms`, with one more argument, `contents`. It says which parameters the
-flat tensor holds, and reaches the ranks that hold the rest. Each docstring states the traffic of an update. Every rank calls
-the collectives in the same order, whatever its shard holds. Stage 0 holds full parameters, sends nothing and gives the same
-bits (see `fzero.optim.fragments`).
+flat tensor holds, and communicates with the ranks that hold the rest. Each docstring states the traffic of an update. Every
+rank calls the collectives in the same order, whatever its shard holds. Stage 0 holds full parameters, sends nothing and gives
+the same bits (see `fzero.optim.fragments`).
 
 Shape letters: N elements of the flat tensor, W ranks, K partial sums of one shard, R and C row and column statistics.
 """

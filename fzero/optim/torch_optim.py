@@ -203,8 +203,8 @@ def _state_of(optimizer: Optimizer, param: Tensor, step: Tensor) -> TorchState[T
         else:
             found = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
-                f"{type(optimizer).__name__}: its state may hold tensors of the parameter's shape, 0-d ones and numbers, and "
-                f"{name!r} is {found}, and the parameter has shape {tuple(param.shape)}; choose another class"
+                f"{type(optimizer).__name__}: its state may hold numbers, 0-d tensors and tensors of the parameter's shape "
+                f"{tuple(param.shape)}, but {name!r} is {found}; choose another class"
             )
     device = param.device
     return TorchState(

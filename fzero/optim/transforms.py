@@ -4,8 +4,8 @@ A transform is three pure functions, in the manner of optax, of one flat buffer.
 in stage 0 it is a full buffer, in other stages a shard, and no transform knows which.
 
 - `init(param_N)` makes the state, a NamedTuple of tensors.
-- `update(grad_N, param_N, state)` returns the three, changed. Its arguments are *donated*: it may write into them and
-  return them. Callers copy what they want to keep first (as `fzero.optimizer_update` does).
+- `update(grad_N, param_N, state)` returns the new gradient, parameter and state. Its arguments are *donated*: it may write into
+  them and return them. Callers copy what they want to keep first (as `fzero.optimizer_update` does).
 - `specs(param_spec)` returns, from the parameter's spec, how each tensor of the state is divided and where it lives.
 
 A link of a `chain` that changes gradients (`scale`, say) returns the parameter unchanged. A link that changes the

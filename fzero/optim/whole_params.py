@@ -1,7 +1,7 @@
 """Optimizers that need each parameter whole, as transforms of flat buffers: their state is on every rank, undivided.
 
 Some classes keep state of other shapes than the parameter (row and column statistics, scales of blocks), or look at a full
-parameter. An update gathers parameters and gradients of a flat buffer, every rank steps the class on all of them, and takes its
+parameter. An update gathers parameters and gradients of a flat buffer, every rank runs the class on all of them, and keeps its
 shard of the result. This is correct for a class that treats parameters one by one, and it saves no memory of optimizer states:
 use it where no transform of `fzero.optim` does the same.
 """
@@ -207,4 +207,6 @@ def check_shapes_do_not_matter(cls: type[Optimizer], params: Mapping[str, Any]) 
                 state = _step(cls, params, param, grad.clone().view(shape), state)
             ends.append(param.flatten())
     if not torch.allclose(ends[0], ends[1], rtol=1e-6, atol=1e-7):
-        raise ValueError(f"{cls.__name__}: must step a matrix as it does its elements in one dim, and does not")
+        raise ValueError(
+            f"{cls.__name__}: must update a matrix as it updates the same elements in one dim, and does not"
+        )

@@ -32,7 +32,11 @@ if TYPE_CHECKING:
         uniform as uniform,
     )
     from fzero.pipeline.pipeline import Pipeline as Pipeline
-    from fzero.pipeline.timeline import Timeline as Timeline, chunk_costs as chunk_costs, predict as predict
+    from fzero.pipeline.timeline import (
+        PipelineTimeline as PipelineTimeline,
+        chunk_costs as chunk_costs,
+        predict as predict,
+    )
     from fzero.pipeline.topology import (
         PipeDataParallelTopology as PipeDataParallelTopology,
         PipelineParallelGrid as PipelineParallelGrid,
@@ -49,7 +53,7 @@ else:
             "orders": "B F I ORDERS OrderError PipeOrder W forward_only gpipe interleaved one_f_one_b zero_bubble",
             "partition": "LayerCost balanced partition_by_cost uniform",
             "pipeline": "Pipeline",
-            "timeline": "Timeline chunk_costs predict",
+            "timeline": "PipelineTimeline chunk_costs predict",
             "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )

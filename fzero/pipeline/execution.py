@@ -28,7 +28,7 @@ from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
 from fzero.pipeline.orders import COMPUTE, PipeOrder
-from fzero.pipeline.seeds import Seeds, keyed
+from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
@@ -193,7 +193,7 @@ class Passes:
     """
 
     def __init__(
-        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: Seeds, computes_loss: bool = True
+        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: StepSeeds, computes_loss: bool = True
     ) -> None:  # fmt: skip
         self.program, self.run, self.micro_batches, self.seeds = program, run, micro_batches, seeds
         self.order, self.mailbox, self.computes_loss = program.order, program.mailbox, computes_loss
@@ -290,7 +290,7 @@ class _Training(Passes):
     """
 
     def __init__(
-        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: Seeds, window: AccumulationWindow
+        self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: StepSeeds, window: AccumulationWindow
     ) -> None:  # fmt: skip
         super().__init__(program, run, micro_batches, seeds)
         # Binding costs as much as a small layer. What a forward has assigned to module buffers, or written into `.grad`, is

@@ -109,7 +109,7 @@ class Tied:
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
+class LayerSeeds:
     """The seed of each layer: `base_seed` plus its index.
 
     Args:
@@ -144,7 +144,7 @@ class Seeds:
 
 
 def build_layer(
-    layer: Layer, index: int, seeds: Seeds, device: torch.device | str | None = None
+    layer: Layer, index: int, seeds: LayerSeeds, device: torch.device | str | None = None
 ) -> nn.Module | Callable[[Any], Any]:
     """The module of a spec, built on `device` under the seed of `index`; a module or a callable is returned as it is."""
     if not isinstance(layer, LayerSpec):
@@ -177,7 +177,7 @@ class StageLayers(nn.Module):
         layers: Sequence[Layer],
         ranges: Sequence[tuple[int, int]],
         tied: Mapping[str, Tied],
-        seeds: Seeds = Seeds(),
+        seeds: LayerSeeds = LayerSeeds(),
         *,
         device: torch.device | str | None = None,
         built: Mapping[int | str, nn.Module] = {},

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, observed
+from fzero.comms.axes import RankAxis, observed
 from fzero.comms.pending import Pending
 from fzero.comms.records import CommRecord, Label
 from sharding.views import dtype_name, torch_dtype
@@ -103,14 +103,14 @@ class Ways:
     does not take the processor from the one that sends.
     """
 
-    up: Bound
-    down: Bound
+    up: RankAxis
+    down: RankAxis
 
-    def to(self, stage: int) -> Bound:
+    def to(self, stage: int) -> RankAxis:
         """The axis of messages to a stage."""
         return self.up if stage > self.up.rank else self.down
 
-    def of(self, stage: int) -> Bound:
+    def of(self, stage: int) -> RankAxis:
         """The axis of messages from a stage."""
         return self.up if stage < self.up.rank else self.down
 

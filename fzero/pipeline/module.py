@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fzero.comms.process_group import is_joined, job
-from fzero.pipeline.layers import Layer, LayerSpec, Seeds, StageLayers, Tied, TiedLayerSpec, build_layer
+from fzero.pipeline.layers import Layer, LayerSeeds, LayerSpec, StageLayers, Tied, TiedLayerSpec, build_layer
 from fzero.pipeline.partition import Bounds, LayerCost, balanced, check_bounds, owner, partition_by_cost, uniform
 from fzero.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
@@ -218,8 +218,8 @@ class PipelineModule(nn.Module):
         return self._layer_specs
 
     @property
-    def _seeds(self) -> Seeds:
-        return Seeds(self.base_seed, self.seed_fn)
+    def _seeds(self) -> LayerSeeds:
+        return LayerSeeds(self.base_seed, self.seed_fn)
 
     def build(self, start: int, stop: int, *, device: torch.device | str | None = None) -> StageLayers:
         """The layers from `start` to `stop` - 1, built; see `build_ranges`."""
@@ -383,7 +383,7 @@ def _name(layer: Layer) -> str:
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", "")
 
 
-def _numels(layers: Sequence[Layer], seeds: Seeds, *, is_all: bool = False) -> list[int]:
+def _numels(layers: Sequence[Layer], seeds: LayerSeeds, *, is_all: bool = False) -> list[int]:
     """The elements of each layer that train, or all of them; specs are built on `meta`, one after the other, to count them."""
     counts = []
     for index, layer in enumerate(layers):

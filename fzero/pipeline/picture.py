@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fzero.common.text_tables import scale_of
 from fzero.pipeline.orders import short
-from fzero.pipeline.timeline import Timeline, stored_over_time
+from fzero.pipeline.timeline import PipelineTimeline, stored_over_time
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -24,7 +24,7 @@ MOST_LABELS = 400
 """Beyond so many events their names are left out."""
 
 
-def draw_timeline(timeline: Timeline, title: str = "", *, after: Sequence[float] = ()) -> Figure:
+def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequence[float] = ()) -> Figure:
     """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `demo`).
 
     Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
@@ -73,7 +73,7 @@ def draw_timeline(timeline: Timeline, title: str = "", *, after: Sequence[float]
     return figure
 
 
-def _draw_stored(axes: Any, timeline: Timeline, lanes: Sequence[int], second: float) -> None:
+def _draw_stored(axes: Any, timeline: PipelineTimeline, lanes: Sequence[int], second: float) -> None:
     most = max(timeline.stored, default=0)
     for stage in lanes if most else ():
         times, stored = zip(*stored_over_time(timeline, stage), strict=True)

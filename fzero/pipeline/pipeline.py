@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, AbstractAxis, Bound, ProcessAxis
+from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.process_group import along, once_more
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
@@ -90,7 +90,7 @@ class Pipeline:
         recipes = (_stage_recipe(recipe, model, order, bounds, stage, device="meta") for stage in range(order.stages))
         return StagedPlan(mesh, tuple(own.plan(num_data) for own in recipes))
 
-    def runtime(self, recipe: StepSpec, world: Bound | AbstractAxis) -> StepRuntime:
+    def runtime(self, recipe: StepSpec, world: RankAxis | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
         Raises:
@@ -136,7 +136,7 @@ def _stage_recipe(
     return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
 
 
-def _inside(run: StepRuntime, own: StepSpec, ranks: Bound) -> StepRuntime | None:
+def _inside(run: StepRuntime, own: StepSpec, ranks: RankAxis) -> StepRuntime | None:
     """The runtime of the micro-batches in ZeRO stage 3: that of stage 1, which holds full parameters. *Collective:* compares."""
     if run.plan.stage < 3:
         return None
@@ -159,7 +159,7 @@ def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) ->
 
 
 def _stages(
-    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: Bound, ways: Ways
+    run: StepRuntime, model: PipelineModule, bounds: Sequence[int], order: PipeOrder, world: RankAxis, ways: Ways
 ) -> Stages:
     """*Collective* of the stages: sends the names of their parameters.
 
@@ -244,7 +244,7 @@ def _forwards(order: PipeOrder, micro_batches: int) -> PipeOrder:
 # --- checks ------------------------------------------------------------------------------------------------------------
 
 
-def _checked_mesh(world: Bound | AbstractAxis) -> Mesh:
+def _checked_mesh(world: RankAxis | AbstractAxis) -> Mesh:
     mesh = world.mesh
     if mesh is None or PIPE not in mesh.names or DATA not in mesh.names or len(mesh.names) > 2:
         raise ValueError(
@@ -335,7 +335,7 @@ def _module_of(model: nn.Module, num_stages: int) -> PipelineModule:
     return found
 
 
-def _check_groups(recipe: StepSpec, layers: StageLayers, axis: Bound) -> None:
+def _check_groups(recipe: StepSpec, layers: StageLayers, axis: RankAxis) -> None:
     """Raises on every rank if a parameter group takes no parameter of any stage. *Collective* of the stages."""
     groups = recipe.param_groups
     own = [any(group_of(n, p, [group]) for n, p in layers.named_parameters()) for group in groups]

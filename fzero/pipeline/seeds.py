@@ -11,14 +11,14 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Seeds:
+class StepSeeds:
     """The seeds of one step.
 
     Attributes:
         root: the number of the step, drawn from the state's random state. It is equal on all stages.
         device: where layers draw.
 
-    >>> seeds = Seeds(1, torch.device("cpu"))
+    >>> seeds = StepSeeds(1, torch.device("cpu"))
     >>> seeds.of(0, 1) == seeds.of(0, 1), seeds.of(0, 1) == seeds.of(1, 0)
     (True, False)
     """
@@ -40,11 +40,11 @@ class Seeds:
 
 
 @contextmanager
-def keyed(device: torch.device) -> Iterator[Seeds]:
+def keyed(device: torch.device) -> Iterator[StepSeeds]:
     """Inside, layers draw keyed random numbers; afterwards the random state is that of the next step."""
     root = int(torch.randint(2**62, ()))
     after = torch.get_rng_state()
     try:
-        yield Seeds(root, device)
+        yield StepSeeds(root, device)
     finally:
         torch.set_rng_state(after)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, observed
+from fzero.comms.axes import RankAxis, observed
 from fzero.comms.records import CommRecord, Label
 from fzero.pipeline.messages import Ways
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -59,7 +59,7 @@ class Stages:
         device: of this rank.
     """
 
-    world: Bound
+    world: RankAxis
     ways: Ways
     members: tuple[str, ...]
     buffers: tuple[tuple[int, int], ...]
@@ -69,7 +69,7 @@ class Stages:
     device: torch.device
 
     @property
-    def axis(self) -> Bound:
+    def axis(self) -> RankAxis:
         """The ranks of all stages, for collectives."""
         return self.ways.up
 

@@ -19,7 +19,7 @@ from fzero.pipeline.partition import LayerCost
 from fzero.plans.unit_orders import Event
 
 
-class Span(NamedTuple):
+class EventSpan(NamedTuple):
     """An event, from `start` to `stop` seconds after the beginning of the step."""
 
     event: Event
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class PipelineTimeline:
     """When what happens in a step, as predicted.
 
     Args:
@@ -44,8 +44,8 @@ class Timeline:
 
     order: PipeOrder
     costs: tuple[LayerCost, ...]
-    spans: tuple[tuple[Span, ...], ...]
-    messages: tuple[tuple[Span, ...], ...]
+    spans: tuple[tuple[EventSpan, ...], ...]
+    messages: tuple[tuple[EventSpan, ...], ...]
     stored: tuple[int, ...]
     state: tuple[int, ...]
     working: tuple[int, ...]
@@ -99,7 +99,7 @@ def chunk_costs(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[Laye
 
 def predict(
     order: PipeOrder, costs: Sequence[LayerCost], *, bandwidth: float = math.inf, latency: float = 0.0
-) -> Timeline:
+) -> PipelineTimeline:
     """The timeline of an order.
 
     Args:
@@ -137,10 +137,10 @@ def predict(
                     start = max(stage.now, free[stage.stage, there])
                     nbytes = costs[event.chunk if event.kind == "send_output" else event.chunk - 1].output_nbytes
                     stop = free[stage.stage, there] = arrived[receive] = start + latency + nbytes / bandwidth
-                    stage.messages.append(Span(event, start, stop))
+                    stage.messages.append(EventSpan(event, start, stop))
                     stage.sent += nbytes
     assert all(stage.next is None for stage in stages), "check_order accepts no order that stops"
-    return Timeline(
+    return PipelineTimeline(
         order,
         tuple(costs),
         tuple(tuple(stage.spans) for stage in stages),
@@ -152,7 +152,7 @@ def predict(
     )
 
 
-def stored_over_time(timeline: Timeline, stage: int) -> Iterator[tuple[float, int]]:
+def stored_over_time(timeline: PipelineTimeline, stage: int) -> Iterator[tuple[float, int]]:
     """The bytes that a stage stores, and since when: from the beginning of each forward to the end of its backward.
 
     >>> from fzero.pipeline.orders import one_f_one_b
@@ -175,7 +175,7 @@ class _Stage:
         self.stage, self.events, self.costs, self.trains = stage, order.events[stage], costs, order.has_backward
         self.place, self.now = 0, 0.0
         self.stored = self.most_stored = self.sent = 0
-        self.spans, self.messages = list[Span](), list[Span]()
+        self.spans, self.messages = list[EventSpan](), list[EventSpan]()
 
     @property
     def next(self) -> Event | None:
@@ -189,7 +189,7 @@ class _Stage:
             "backward_input": cost.backward * (1 - cost.weight_share),
             "backward_weight": cost.backward * cost.weight_share,
         }[event.kind]
-        self.spans.append(Span(event, self.now, self.now + seconds))
+        self.spans.append(EventSpan(event, self.now, self.now + seconds))
         self.now += seconds
         self.stored += _stores(event, cost) if self.trains else 0
         self.most_stored = max(self.most_stored, self.stored)

@@ -1,6 +1,6 @@
 """Flat buffers: the parameters of a unit that share one layout, one set of dtypes and one row of the stage table.
 
-Parameters of a unit share a flat buffer if they agree in every field of `Kind`. Frozen parameters have flat buffers of their own.
+Parameters of a unit share a flat buffer if they are of one `FlatParamKind`. Frozen parameters have flat buffers of their own.
 So have small parameters, which every rank holds in full even in stage 3. The layout is the same in all stages, so that all
 stages add the same numbers in the same order.
 
@@ -138,7 +138,7 @@ class UnitPlan:
         return any(buffer.trainable for buffer in self.buffers)
 
 
-class Kind(NamedTuple):
+class FlatParamKind(NamedTuple):
     """The properties that all parameters of one flat buffer share."""
 
     dtypes: Dtypes
@@ -175,7 +175,7 @@ class UnitPlanner:
     is_stage: bool = False
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
-    _kinds: dict[tuple[Any, ...], Kind] = field(default_factory=dict, init=False, repr=False)
+    _kinds: dict[tuple[Any, ...], FlatParamKind] = field(default_factory=dict, init=False, repr=False)
     _flows: dict[tuple[int, Partition], BufferDataflow] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -184,24 +184,24 @@ class UnitPlanner:
 
     def plan(self, unit: str, params: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> UnitPlan:
         """The flat buffers of one unit, from its parameters as declared, and from all modules of the model by name."""
-        found: dict[int, tuple[Kind, dict[str, nn.Parameter]]] = {}
+        found: dict[int, tuple[FlatParamKind, dict[str, nn.Parameter]]] = {}
         for name, param in params.items():
             kind = self._kind_of(name, param, type(modules[name.rpartition(".")[0]]))
             found.setdefault(id(kind), (kind, {}))[1][name] = param
         return UnitPlan(unit, tuple(self._flat_param(unit, *members) for members in found.values()))
 
-    def _kind_of(self, name: str, param: nn.Parameter, owner: type[nn.Module]) -> Kind:
+    def _kind_of(self, name: str, param: nn.Parameter, owner: type[nn.Module]) -> FlatParamKind:
         is_trained = name in self.trained
         group = group_of(name, param, self.param_groups) if is_trained and self.param_groups else 0
         rule = self.optimizers[group].kind_of(name, param.shape) if is_trained else ""
         small = param.numel() < self.cfg.zero_optimization.stage3_param_persistence_threshold
         rest = is_trained, small, group, rule, self.starts.get(name, 0) if is_trained else 0
         if (kind := self._kinds.get(alike := (param.dtype, owner, rest))) is None:
-            made = Kind(self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained), *rest)
+            made = FlatParamKind(self._precision.dtypes_of(dtype_name(param.dtype), owner, trainable=is_trained), *rest)
             kind = self._kinds[alike] = next((known for known in self._kinds.values() if known == made), made)
         return kind
 
-    def _flat_param(self, unit: str, kind: Kind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
+    def _flat_param(self, unit: str, kind: FlatParamKind, params: Mapping[str, nn.Parameter]) -> FlatParamPlan:
         zero, axes = self.cfg.zero_optimization, self._axes
         num_shards = num_ranks(self.mesh, axes)
         names = ordered(tuple(params), self.order, num_shards)

@@ -82,7 +82,7 @@ def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) ->
     for axis, one in given.items():
         if axis not in axes:
             raise ConfigError(
-                f"{field_}: must name axes that are sent along, which are {', '.join(map(repr, axes))} of {mesh}, got "
+                f"{field_}: must name axes along which the step sends ({', '.join(map(repr, axes))} of {mesh}), got "
                 f"{axis!r}; leave that out"
             )
         if field_ == "gather_hook" and optree.tree_leaves(state_like(one, 2, torch.float32)):

@@ -1,7 +1,7 @@
 """Parameter groups, and the optimizer of each: the configuration's, or a user's transform.
 
-Group 0 has the configuration's optimizer (or `transform=`). Group i holds the parameters whose first match in `param_groups` is
-the i-th entry.
+The entries of `param_groups` are groups 1, 2, … A parameter is in the first group that selects it. Group 0 holds the rest, and
+has the configuration's optimizer (or `transform=`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def optimizers_of(
         if not isinstance(group.get("params"), str) and not callable(group.get("params")):
             raise ConfigError(
                 f"param_groups[{index}].params: must be a regular expression or a function of name and parameter, got "
-                f"{group.get('params')!r}; say whom the group is for"
+                f"{group.get('params')!r}; say which parameters the group holds"
             )
         overrides = {key: value for key, value in group.items() if key != "params"}
         field = f"param_groups[{index}]"
@@ -181,7 +181,7 @@ def check_params(
         if not taken:
             names = ", ".join(list(owners)[:4])
             raise ConfigError(
-                f"param_groups[{index}].params: must take a parameter of the model and takes none, got {group['params']!r}; "
+                f"param_groups[{index}].params: must select a parameter of the model and selects none, got {group['params']!r}; "
                 f"names look like {names}"
             )
 

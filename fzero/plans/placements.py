@@ -85,9 +85,9 @@ def _check_all_used(given: GivenPlacements, names: Sequence[str]) -> None:
     for pattern in patterns:
         if pattern not in used:
             raise ConfigError(
-                f"placements: {pattern!r} must be the first to match a tensor that may live elsewhere (a master or a tensor of "
-                f"the optimizer's state; in stages 2 and 3 a shard of gradients, in stage 3 of parameters), and matches none; "
-                f"names look like {', '.join(names[:3]) or 'none, for nothing is trained beside parameters'}"
+                f"placements: {pattern!r} must be the first pattern to match some tensor, and is not. Tensors with a placement "
+                f"are masters and optimizer state, in stages 2 and 3 shards of gradients, in stage 3 shards of parameters; "
+                f"names look like {', '.join(names[:3]) or 'none, because there are no such tensors'}"
             )
 
 
@@ -145,6 +145,6 @@ def _check_buffers(
         )
     if block is not None and block.buffer_count is not None and block.buffer_count < most:
         raise ConfigError(
-            f"zero_optimization.offload_param.buffer_count: must hold the shards of one unit, which are {most} in files, got "
-            f"{block.buffer_count}; raise it, or leave it out"
+            f"zero_optimization.offload_param.buffer_count: must be at least the number of shards in files of one unit, "
+            f"{most}, got {block.buffer_count}; raise it, or leave it out"
         )

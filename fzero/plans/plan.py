@@ -361,7 +361,7 @@ def plan(
     module_buffers = dict(model.named_buffers())
     check_has_shapes(owners | module_buffers)
     if not owners and not is_stage:
-        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with some")
+        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with parameters")
     trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
     check_params(owners, trained, () if is_stage else param_groups)
     check_named(order, list(owners), aliases)

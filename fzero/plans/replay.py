@@ -1,9 +1,8 @@
 """`Replay`: the answers of a unit scheduler, remembered from step to step.
 
 A `UnitScheduler` is a function of its requests: the same requests give the same events. Steps make the same requests, so a
-`Memory` keeps the answers in a tree. A node is a request, and its parent is the request before it. A step whose requests are in
-the tree only
-walks it. Otherwise a scheduler is made, and first gets all requests of the step so far.
+`Memory` keeps the answers in a tree. A node is a request, and its parent is the request before it. If the requests of a step
+are in the tree, the step only walks it. Otherwise a scheduler is made, which first gets all requests of the step so far.
 
 After `negotiate` and `depart` the events depend on other ranks, too, so nothing after them is remembered.
 """

@@ -1,4 +1,4 @@
-"""`check_schedules`: proves from the events of all ranks that none hangs, leaks a unit, or reduces a gradient too early.
+"""`check_schedules`: proves from the events of all ranks that no rank hangs, leaks a unit, or reduces a gradient too early.
 
 A record holds the events that a rank's unit scheduler returned, in order, and the model's actions between them: `use` where it
 used a unit, `grad` where the gradients of a visit were written. The kinds are those of `fzero.plans.unit_scheduler`.
@@ -85,7 +85,9 @@ class _Rank:
 
     def must(self, holds: bool, rule: str, found: object) -> None:
         if not holds:
-            raise ScheduleError(f"check_schedules: rank {self.rank}, {self.where}: must be so that {rule}, got {found}")
+            raise ScheduleError(
+                f"check_schedules: rank {self.rank}, {self.where}: the rule is that {rule}, got {found}"
+            )
 
     def gather(self, unit: str) -> None:
         self.must(unit not in self.under_way, "a gather ends before it starts again", self.under_way)

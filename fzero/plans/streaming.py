@@ -1,4 +1,4 @@
-"""`Streaming`: the sub-groups, buffers and threads with which state off the device is streamed through its update."""
+"""`Streaming`: how state in host memory or in files is streamed through its update: sub-groups, buffers, threads."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class Streaming:
             most = min(most, self.num_buffers // num_tensors)
         if most < 1:
             raise ConfigError(
-                f"zero_optimization.offload_optimizer.buffer_count: must hold the tensors of one sub-group, which are "
-                f"{num_tensors} in files, got {self.num_buffers}; raise it, or leave it out"
+                f"zero_optimization.offload_optimizer.buffer_count: must be at least the number of tensors in files "
+                f"of one sub-group, {num_tensors}, got {self.num_buffers}; raise it, or leave it out"
             )
         read_ahead = min(self.read_ahead, most - 1)
         return {"read_ahead": read_ahead, "write_behind": min(self.write_behind, most - 1 - read_ahead)}

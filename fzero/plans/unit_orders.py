@@ -1,15 +1,15 @@
 """The events of units, and the order of those that ranks agree on.
 
 All ranks must issue the agreed events in the same order, or all hang. The order is a tuple of events. The first step
-*negotiates* it: before every event each rank sends the others the unit that it needs next. The event is for the one of these
-units that is declared first (in the backward: last), and all ranks take part. So the recorded order is the same on every rank
-even when their models branch on data. The steps after it *follow* it:
+*negotiates* it: before every event each rank sends the others the unit that it needs next. The next event is for the first of
+these units in the order of declaration (in the backward, the last), and all ranks take part. So the recorded order is the same
+on every rank even when their models branch on data. The steps after it *follow* it:
 
 - a rank that does not need a unit this time takes part in its gather all the same, and reduces zeros for it,
 - if all ranks need a unit that the order does not have at this place, they negotiate from there on,
 - if one rank alone needs such a unit, it raises `ScheduleError`, which names the unit.
 
-An order without some members of a list of blocks (layer drop) cannot be followed, because a later step may run them. So ranks
+A step may skip some blocks of a list (layer drop). Its order cannot be followed, because a later step may run them. So ranks
 learn an order only when all members have run in one step, or when several steps have had the same order. `early` transforms a
 recorded order: it prefetches one unit.
 """

@@ -10,14 +10,14 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | prefetch_shards | the shards of a unit that is gathered next are loaded |
 | wait_gather | the gather is waited for, and the unit is in use |
 | release | the memory of the unit in use is given back |
-| drop_gather | the gather served other ranks only: it is waited for and given back |
+| drop_gather | this rank did not use the gathered unit: the gather is waited for, and its memory given back |
 | boundary | the forward ends (agreed) |
 | collect | a flat gradient begins; `unit` is the key of its flat buffer |
 | reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
 | keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
-| forward, backward, … | events of a pipeline's stages, between which those of units lie (`fzero.pipeline.orders`) |
+| forward, backward, … | events of a pipeline's stages; the events of units lie between them (`fzero.pipeline.orders`) |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
@@ -204,8 +204,8 @@ class UnitScheduler:
         """
         if self._filling:
             raise ScheduleError(
-                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, which they did not do in the "
-                f"first step; pass schedule='negotiated'"
+                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, unlike in the first "
+                f"step; pass schedule='negotiated'"
             )
         out: list[Event] = []
         while self._in_flight:

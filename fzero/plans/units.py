@@ -24,7 +24,7 @@ def check_has_shapes(named: Mapping[str, Tensor]) -> None:
         if is_lazy(tensor):
             kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
             raise ValueError(
-                f"{kind} {name!r}: must have a shape, and that of a lazy module has none before its first forward; run the "
+                f"{kind} {name!r}: must have a shape, but a lazy module makes it in its first forward; run the "
                 f"model once on a batch before the step is made"
             )
 

@@ -1,16 +1,16 @@
 """`plan_reshard`: the elements to move between ranks when the stage, the number of ranks, the mesh or the layout changes.
 
 1. A state holds flat tensors: parameters, master and optimizer state, each with the layout of its flat buffer.
-2. Every flat tensor is divided into W *pieces*, one per rank, however many ranks hold each. Ranks are in the order of the
-   finest shards that a mesh can have (`Plan.ranks`), so that the pieces that a rank holds are adjacent: its own piece,
-   those of all ranks, or those of the ranks with the same shard.
+2. Every flat tensor is divided into W *fine shards*, the smallest that a mesh can have: each rank has its own, and may hold
+   others, too. Ranks are in the order of the fine shards (`Plan.ranks`), so that those that a rank holds are adjacent: its
+   own, those of all ranks, or those of the ranks with the same shard.
 3. A new tensor is filled from the old ones that hold the same quantity of the same parameters: a *flow*. Its moves are
-   those of `sharding.plan_transfer`, piece to piece. They are computed on demand, each process its own.
-4. A process copies elements that it holds. Each element that it lacks is sent once, by the rank whose own piece has it: so
+   those of `sharding.plan_transfer` between fine shards. They are computed on demand, each process its own.
+4. A process copies elements that it holds. Each element that it lacks is sent once, by the rank whose own fine shard has it: so
    the sending is spread evenly over all ranks that hold the same.
 
 The plan is a value and holds integers and names only; `fzero.reshard` runs it. Shape letters: P padded = W·S, S elements
-of a piece, W ranks.
+of a fine shard, W ranks.
 """
 
 from __future__ import annotations
@@ -75,15 +75,15 @@ class Flow:
         tensors = (self.source, self.target, *(() if self.master is None else (self.master,)))
         return self.stages, *((tensor.layout, tensor.num_shards) for tensor in tensors)
 
-    def takes(self, holder: int, piece: int) -> bool:
-        """Whether a new rank that holds a piece gets it from the old ones."""
-        return self.master is None or holder not in self.master.holders(piece)
+    def takes(self, holder: int, fine_shard: int) -> bool:
+        """Whether a new rank that holds a fine shard gets it from the old ones."""
+        return self.master is None or holder not in self.master.holders(fine_shard)
 
     def taken(self, holder: int) -> Iterator[range]:
-        """The pieces that a new rank gets from the old ones, adjacent ones as one range."""
+        """The fine shards that a new rank gets from the old ones, adjacent ones as one range."""
         held = self.target.holders(holder)
         made = range(held.stop, held.stop) if self.master is None else self.master.holders(holder)
-        yield from (pieces for pieces in (range(held.start, made.start), range(made.stop, held.stop)) if pieces)
+        yield from (taken for taken in (range(held.start, made.start), range(made.stop, held.stop)) if taken)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class ReshardPlan:
         places: the ranks of every process.
         numbers: each 0-d tensor of the new optimizer state, with its sources.
         anew: the parameters whose optimizer state begins anew: frozen in the old step, and trained in the new one.
-        senders, receivers: by pipeline stage, the process of each old piece and of each new one.
+        senders, receivers: by pipeline stage, the process of each old fine shard and of each new one.
     """
 
     title: str
@@ -126,11 +126,11 @@ class ReshardPlan:
 
     def __post_init__(self) -> None:
         for stages, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
-            found = tuple({process: piece for piece, process in enumerate(pieces)} for pieces in stages)
+            found = tuple({process: fine_shard for fine_shard, process in enumerate(stage)} for stage in stages)
             object.__setattr__(self, attribute, found)
 
-    def _pieces(self, flow: Flow, process: int) -> tuple[int | None, int | None]:
-        """The pieces of the old stage and of the new one that a process holds."""
+    def _fine_shards(self, flow: Flow, process: int) -> tuple[int | None, int | None]:
+        """The fine shards of the old stage and of the new one that a process holds."""
         old, new = flow.stages
         return self._sends[old].get(process), self._receives[new].get(process)
 
@@ -151,37 +151,37 @@ class ReshardPlan:
 
     def _copies(self, flow: Flow, process: int) -> Iterator[Move]:
         """The elements that a process both has and needs."""
-        sent, received = self._pieces(flow, process)
+        sent, received = self._fine_shards(flow, process)
         if sent is None or received is None:
             return
         held = flow.source.holders(sent)
-        for pieces in flow.taken(received):
-            place = flow.target.start(pieces.start)
-            for move in moves_between(flow.source.layout, flow.target.layout, held, pieces):
+        for fine_shards in flow.taken(received):
+            place = flow.target.start(fine_shards.start)
+            for move in moves_between(flow.source.layout, flow.target.layout, held, fine_shards):
                 yield Move(process, move.source_start, move.source_stop, process, place + move.target_start)
 
     def _sent(self, flow: Flow) -> Iterator[Move]:
-        """The moves between processes, sorted by new pieces and then by receiving ranks."""
+        """The moves between processes, sorted by new fine shards and then by receiving ranks."""
         old, new = flow.source.layout, flow.target.layout
         for move in moves_to(old, new, range(new.world_size)):
             yield from (self._sending(flow, move, target) for target in self._reached(flow, move))
 
     def _sent_by_or_to(self, flow: Flow, process: int) -> Iterator[Move]:
-        """The same for one process, which sends from its own piece, and receives the elements that it lacks."""
+        """The same for one process, which sends from its own fine shard, and receives the elements that it lacks."""
         old, new = flow.source.layout, flow.target.layout
-        sent, received = self._pieces(flow, process)
+        sent, received = self._fine_shards(flow, process)
         found: list[tuple[Move, int]] = []
         if sent is not None:
             found += [(m, target) for m in moves_from(old, new, sent) for target in self._reached(flow, m)]
         if received is not None:
             held = range(0) if sent is None else flow.source.holders(sent)
-            for pieces in flow.taken(received):
-                found += [(move, received) for move in moves_to(old, new, pieces, without=held)]
+            for fine_shards in flow.taken(received):
+                found += [(move, received) for move in moves_to(old, new, fine_shards, without=held)]
         found.sort(key=lambda pair: (pair[0].target_rank, pair[0].target_start, pair[1]))
         return (self._sending(flow, move, target) for move, target in found)
 
     def _reached(self, flow: Flow, move: Move) -> Iterator[int]:
-        """The new ranks that receive a move between two pieces, because their processes lack its elements."""
+        """The new ranks that receive a move between two fine shards, because their processes lack its elements."""
         sources, targets = flow.source.holders(move.source_rank), flow.target.holders(move.target_rank)
         old, new = flow.stages
         key = flow.stages, sources, targets
@@ -193,7 +193,7 @@ class ReshardPlan:
         return (target for target in self._lacking[key] if flow.takes(target, move.target_rank))
 
     def _sending(self, flow: Flow, move: Move, target: int) -> Move:
-        """A move between pieces, to one of the ranks that hold the new one."""
+        """A move between fine shards, to one of the ranks that hold the new one."""
         source_start = flow.source.start(move.source_rank) + move.source_start
         target_start = flow.target.start(move.target_rank) + move.target_start
         old, new = flow.stages
@@ -375,7 +375,8 @@ def kept_hook_states(old: Plan, new: Plan) -> dict[str, TensorSpec]:
 
 
 def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
-    """The flow of a tensor that each rank has for itself: a flat tensor, a piece per rank. A rank in both jobs keeps its own."""
+    """The flow of a tensor that each rank has for itself: a flat tensor, one fine shard per rank. A rank in both jobs
+    keeps its own."""
 
     def tensor(plan: Plan) -> FlatTensor:
         names = tuple(f"rank {rank}" for rank in plan.ranks)

@@ -260,17 +260,17 @@ def _run(
         key = message.dtype, tuple(spans)
         if key not in packed:
             parts = (read(sources[span.name], span.start, span.stop) for span in spans)
-            pieces = [part.to(device, torch_dtype(message.dtype)) for part in parts]
-            packed[key] = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+            sent_values = [part.to(device, torch_dtype(message.dtype)) for part in parts]
+            packed[key] = torch.cat(sent_values) if len(sent_values) > 1 else sent_values[0]
         outgoing.append((message.process, packed[key]))
     for message, spans in received.items():
         numel = sum(span.stop - span.start for span in spans)
         incoming.append((message.process, torch.empty(numel, dtype=torch_dtype(message.dtype), device=device)))
     collectives.swap(incoming, outgoing, axis, label=Label("reshard", round_.name))
-    for (_, pieces_of_all), spans in zip(incoming, received.values(), strict=True):
-        pieces_by_span = torch.split(pieces_of_all, [span.stop - span.start for span in spans])
-        for span, piece in zip(spans, pieces_by_span, strict=True):
-            write(targets[span.name], span.start, piece)
+    for (_, received_values), spans in zip(incoming, received.values(), strict=True):
+        by_span = torch.split(received_values, [span.stop - span.start for span in spans])
+        for span, values in zip(spans, by_span, strict=True):
+            write(targets[span.name], span.start, values)
 
 
 # --- checks ------------------------------------------------------------------------------------------------------

@@ -23,8 +23,9 @@ class FlatTensor:
     """A flat tensor of a state, and its division over the ranks.
 
     Attributes:
-        layout: of W pieces.
-        num_shards: the number of different shards that the ranks hold, each W / `num_shards` adjacent pieces.
+        layout: of W fine shards.
+        num_shards: the number of different shards that the ranks hold, each W / `num_shards` adjacent fine
+            shards.
     """
 
     name: str
@@ -33,18 +34,18 @@ class FlatTensor:
     num_shards: int
 
     @property
-    def num_pieces(self) -> int:
-        """The number of pieces in a shard, which is also the number of ranks that hold it."""
+    def num_fine_shards(self) -> int:
+        """The number of fine shards in a shard, which is also the number of ranks that hold it."""
         return self.layout.world_size // self.num_shards
 
-    def start(self, piece: int) -> int:
-        """The first element of a piece within its shard."""
-        return piece % self.num_pieces * self.layout.partition.shard_numel
+    def start(self, fine_shard: int) -> int:
+        """The first element of a fine shard within its shard."""
+        return fine_shard % self.num_fine_shards * self.layout.partition.shard_numel
 
-    def holders(self, piece: int) -> range:
-        """The ranks that hold a piece, each as the index of its own piece."""
-        first = piece - piece % self.num_pieces
-        return range(first, first + self.num_pieces)
+    def holders(self, fine_shard: int) -> range:
+        """The ranks that hold a fine shard, each as the index of its own."""
+        first = fine_shard - fine_shard % self.num_fine_shards
+        return range(first, first + self.num_fine_shards)
 
 
 class Sources(NamedTuple):

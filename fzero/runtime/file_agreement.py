@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.storage.file_tensor import StoreError, handles_of
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fzero.storage.state_files import StateFiles
 
 
-def agree(files: StateFiles | None, world: Bound, *, error: BaseException | None = None) -> None:
+def agree(files: StateFiles | None, world: RankAxis, *, error: BaseException | None = None) -> None:
     """Raises on every rank if one rank's files have failed; after that no rank's files can be used.
 
     *Collective:* every rank of a job with state in files; sends a few bytes.

@@ -24,8 +24,8 @@ from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
 from sharding.views import unflatten
 
 
-class Work(Protocol):
-    """A `ForwardBackward`, for the nodes that call it in the backward."""
+class GradCollector(Protocol):
+    """A `ForwardBackward`, as the nodes of autograd see it."""
 
     @property
     def anchor(self) -> Tensor: ...
@@ -124,7 +124,7 @@ class GivenParams:
         unit: UnitPlan,
         flats: Iterable[Tensor],
         forward: Forward,
-        work: Work | None,
+        work: GradCollector | None,
         *,
         seen: Mapping[str, Tensor],
     ) -> Visit:
@@ -153,7 +153,9 @@ class GivenParams:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, unit, leaves)
 
-    def _leaves(self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work) -> dict[str, Tensor]:
+    def _leaves(
+        self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector
+    ) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
         names, still = unit.trained, forward.still
         if self._scored:

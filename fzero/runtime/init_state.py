@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.optim.loss_scale import LossScale
@@ -156,7 +156,7 @@ class StateBuilder:
         )
 
     def _buffer(
-        self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, world: Bound
+        self, buffer: FlatParamPlan, values: Mapping[str, Tensor], files: StateFiles | None, world: RankAxis
     ) -> dict[str, Any]:
         """This rank's part of one flat buffer, from the full values of its parameters."""
         dtype = torch_dtype(buffer.dtypes.master)
@@ -239,7 +239,7 @@ class StateBuilder:
         return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds}
 
 
-def _from_rank_0(value: Tensor, world: Bound, name: str) -> Tensor:
+def _from_rank_0(value: Tensor, world: RankAxis, name: str) -> Tensor:
     return collectives.broadcast(value, world, label=Label("init", name))
 
 

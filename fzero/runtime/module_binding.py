@@ -24,7 +24,16 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.runtime import own_params
 from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, Kind, Substitutes, check_no_hooks, kind_of, late, replaced, wrong_kind
+from fzero.runtime.own_params import (
+    Fetch,
+    ShapeAndDtype,
+    Substitutes,
+    check_no_hooks,
+    late,
+    replaced,
+    shape_and_dtype,
+    wrong_kind,
+)
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -177,7 +186,7 @@ class _BufferSlot(NamedTuple):
     key: str
     name: str
     before: Tensor | None
-    kind: Kind
+    kind: ShapeAndDtype
     """The kind of `before` when it was bound."""
 
     @property
@@ -193,7 +202,7 @@ class _BufferSlot(NamedTuple):
 
     def check_kind(self) -> None:
         """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
-        if self.kind != (now := kind_of(self.now)):
+        if self.kind != (now := shape_and_dtype(self.now)):
             raise wrong_kind(self.name, self.kind, now)
 
 
@@ -214,7 +223,7 @@ def _bind_buffers(
         module._buffers[key] = buffers[name]
         if buffer.__dict__:
             buffers[name].__dict__.update(marks_of(buffer))
-        yield _BufferSlot(module._buffers, key, name, buffers[name], kind_of(buffers[name]))
+        yield _BufferSlot(module._buffers, key, name, buffers[name], shape_and_dtype(buffers[name]))
 
 
 def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.runtime.loss import agreed_buffers, range_places
 from fzero.runtime.own_params import not_a_view
@@ -35,7 +35,7 @@ def make_equal(
     buffers: Mapping[str, Tensor],
     moved: set[str],
     moving: frozenset[str] | None,
-    world: Bound,
+    world: RankAxis,
     *,
     has_news: bool,
     ranges: Collection[str] = (),

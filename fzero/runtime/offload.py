@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import fzero.storage as storage
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -118,7 +118,7 @@ class Offload(StateMemory):
 
     # --- making, updating, moving --------------------------------------------------------------------------------
 
-    def make_files(self, world: Bound) -> StateFiles | None:
+    def make_files(self, world: RankAxis) -> StateFiles | None:
         """The files of a new state, for this rank; None if no tensor lives in a file.
 
         *Collective* if a tensor lives in a file: every rank.
@@ -197,7 +197,7 @@ class Offload(StateMemory):
                 "the state there with fzero.place(state, step)"
             )
 
-    def agree_on(self, tree: Any, world: Bound) -> None:
+    def agree_on(self, tree: Any, world: RankAxis) -> None:
         """Raises a StoreError on every rank if the files of one rank have failed. *Collective* where there are files."""
         if self.has_files:
             agree(next(handle.files for handle in handles_of(tree)), world)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, CollectiveError
+from fzero.comms.axes import CollectiveError, RankAxis
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import check_rows, loss_row
@@ -23,11 +23,13 @@ from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
 
-Named = Callable[[], dict[str, dict[str, str]]]
+NamedHyper = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
 
 
-def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor], named: Named, *, is_sum: bool) -> None:
+def check_outcome(
+    run: StepRuntime, outcome: Outcome, state: TrainState[Tensor], named: NamedHyper, *, is_sum: bool
+) -> None:
     """Raises on every rank unless the step may go on: an update, or an overflow that is skipped.
 
     Args:
@@ -64,7 +66,7 @@ def check_outcome(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor],
         raise FloatingPointError(what_is_not_finite(run, outcome, state))
 
 
-def check_alike(numbers_M2: Tensor, world: Bound, hyper: Named) -> None:
+def check_alike(numbers_M2: Tensor, world: RankAxis, hyper: NamedHyper) -> None:
     """Raises on every rank when the number of the forward-backward or the hyper-parameters differ between ranks.
 
     This is for the CPU, where reading costs nothing. For other devices `check_outcome` makes the check.
@@ -107,7 +109,7 @@ def number_of(num_passes: int, still: frozenset[str], *, is_last: bool) -> float
     return number if is_last else -number
 
 
-def check_updating(world: Bound) -> None:
+def check_updating(world: RankAxis) -> None:
     """Raises CollectiveError if another rank is in a backward: its row arrives here, and shows that. *Collective.*"""
     row = loss_row(torch.zeros(()), None, UPDATING, 0.0, 0.0)
     check_passes(collectives.stack(row, world, label=Label("loss_stats", phase="update"))[:, 2])

@@ -320,15 +320,15 @@ def replaced(name: str, other: str | None) -> ParameterError:
     )
 
 
-Kind = tuple[torch.Size, torch.dtype] | None
+ShapeAndDtype = tuple[torch.Size, torch.dtype] | None
 """A tensor's shape and dtype, or None for no tensor."""
 
 
-def kind_of(tensor: Tensor | None) -> Kind:
+def shape_and_dtype(tensor: Tensor | None) -> ShapeAndDtype:
     return None if tensor is None else (tensor.shape, tensor.dtype)
 
 
-def wrong_kind(name: str, before: Kind, now: Kind) -> ParameterError:
+def wrong_kind(name: str, before: ShapeAndDtype, now: ShapeAndDtype) -> ParameterError:
     """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
     then, there = ("None" if kind is None else _kind_text(kind) for kind in (before, now))
     return ParameterError(
@@ -404,7 +404,7 @@ class Origin:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kinds = {name: kind_of(tensor) for name, tensor in _tensors(model)}
+        self._kinds = {name: shape_and_dtype(tensor) for name, tensor in _tensors(model)}
         self._seen: dict[str, Tensor] = {}
         self._is_open, self._checked = True, list[tuple[int, int, int]]()
 
@@ -450,7 +450,7 @@ class Origin:
 
     def _check_kinds(self) -> dict[str, Tensor]:
         now = dict(_tensors(self._model))
-        found = {name: kind_of(tensor) for name, tensor in now.items()}
+        found = {name: shape_and_dtype(tensor) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
             then, there = (_kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
@@ -461,7 +461,7 @@ class Origin:
         return now
 
 
-def _kind_text(kind: Kind) -> str:
+def _kind_text(kind: ShapeAndDtype) -> str:
     return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 

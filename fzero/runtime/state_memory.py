@@ -13,7 +13,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.axes import Bound
+from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -83,7 +83,7 @@ class StateMemory:
         """The device on which the buffer is updated."""
         return self.device
 
-    def make_files(self, world: Bound) -> StateFiles | None:
+    def make_files(self, world: RankAxis) -> StateFiles | None:
         """The files of a new state, for this rank; None if no tensor lives in a file."""
         return None
 
@@ -92,7 +92,7 @@ class StateMemory:
         no files."""
         return files is None
 
-    def agree_on(self, tree: Any, world: Bound) -> None:
+    def agree_on(self, tree: Any, world: RankAxis) -> None:
         """Raises on every rank if the files of one rank have failed, to which the handles in `tree` refer."""
 
     def init(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable
-from fzero.comms.axes import AbstractAxis, Bound
+from fzero.comms.axes import AbstractAxis, RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
 from fzero.config.config import ConfigError
@@ -51,11 +51,11 @@ class Program(Protocol):
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
 
 
-class Stages(Protocol):
+class PipelineStages(Protocol):
     """The ranks of the other stages of a pipeline, with which a stage begins and ends a step (`fzero.pipeline.stages`)."""
 
     @property
-    def world(self) -> Bound: ...
+    def world(self) -> RankAxis: ...
     @property
     def num_stages(self) -> int: ...
     @property
@@ -136,7 +136,7 @@ class StepRuntime:
 
     recipe: StepSpec
     plan: Plan
-    ranks: Bound | AbstractAxis
+    ranks: RankAxis | AbstractAxis
     bound: RankMesh | None
     device: torch.device
     scratch: BufferPool
@@ -154,10 +154,10 @@ class StepRuntime:
     observer: Observer | None
     runs: Program | None = None
     blocks: Blocks | None = None
-    stages: Stages | None = None
+    stages: PipelineStages | None = None
 
     @classmethod
-    def make(cls, recipe: StepSpec, ranks: Bound | AbstractAxis) -> Self:
+    def make(cls, recipe: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
         """The runtime of a recipe. *Collective:* every rank; compares model and configuration.
 
         Raises:
@@ -253,7 +253,7 @@ class StepRuntime:
         return self.bound
 
     @property
-    def world(self) -> Bound:
+    def world(self) -> RankAxis:
         """All ranks of the job, also those of other pipeline stages."""
         return self.mesh.world if self.stages is None else self.stages.world
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.comms import collectives
-from fzero.comms.axes import Bound, ProcessAxis
+from fzero.comms.axes import ProcessAxis, RankAxis
 from fzero.comms.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
@@ -345,7 +345,7 @@ def bind(mesh: Mesh | None, device: torch.device) -> ProcessAxis:
 
 
 def check_same(
-    axis: Bound,
+    axis: RankAxis,
     mine: dict[str, dict[str, str]],
     *,
     fix: str = "start every rank with the same model and configuration",

@@ -140,8 +140,8 @@ class StateFiles:
     def read(self, name: str, start: int, stop: int) -> Tensor:
         """Elements [start, stop) of a file, at any positions, in new memory on the CPU."""
         out = torch.empty(max(stop - start, 0), dtype=torch_dtype(self.plan[name][1].dtype))
-        with self._pieces(name, start, stop) as pieces:
-            for begin, end, buffer in pieces:
+        with self._aligned(name, start, stop) as ranges:
+            for begin, end, buffer in ranges:
                 found = self.mover(name).store.read(name, begin, end, buffer)()
                 first, last = max(begin, start), min(end, stop)
                 out[first - start : last - start].copy_(found[first - begin : last - begin])
@@ -151,8 +151,8 @@ class StateFiles:
         """Writes elements from `start` on, at any position, and returns when they are in the file; others are unchanged."""
         store, stop = self.mover(name).store, start + values.numel()
         self.mover(name).forget(TensorRange(name, start, stop))
-        with self._pieces(name, start, stop) as pieces:
-            for begin, end, buffer in pieces:
+        with self._aligned(name, start, stop) as ranges:
+            for begin, end, buffer in ranges:
                 first, last = max(begin, start), min(end, stop)
                 is_whole = (first, last) == (begin, end)
                 found = store.view(name, begin, end, buffer) if is_whole else store.read(name, begin, end, buffer)()
@@ -160,7 +160,7 @@ class StateFiles:
                 store.write(name, begin, end, buffer)()
 
     @contextmanager
-    def _pieces(self, name: str, start: int, stop: int) -> Iterator[Iterator[tuple[int, int, Tensor]]]:
+    def _aligned(self, name: str, start: int, stop: int) -> Iterator[Iterator[tuple[int, int, Tensor]]]:
         """The aligned ranges (start, stop) that cover elements [start, stop), each with the buffer that all of them share."""
         mover, spec = self.mover(name), self.plan[name][1]
         unit = mover.store.grain // itemsize(spec.dtype)

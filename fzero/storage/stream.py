@@ -189,7 +189,7 @@ class Streamed(NamedTuple):
         return (*self.names, *(name for name in (self.out, self.grad) if name is not None))
 
 
-Work = Callable[[Streamed, SubGroup, dict[str, Tensor]], None]
+StreamedUpdate = Callable[[Streamed, SubGroup, dict[str, Tensor]], None]
 
 
 def init_streamed(
@@ -261,7 +261,9 @@ def _update(buffer: Streamed, group: SubGroup, at: dict[str, Tensor]) -> None:
             x.copy_(value)
 
 
-def _stream(work: Work, groups: Sequence[tuple[Streamed, SubGroup]], mover: Mover, ahead: dict[str, int]) -> None:
+def _stream(
+    work: StreamedUpdate, groups: Sequence[tuple[Streamed, SubGroup]], mover: Mover, ahead: dict[str, int]
+) -> None:
     buffer_of = {group.names: buffer for buffer, group in groups}
 
     def update(group: SubGroup, tensors: list[Tensor]) -> None:

@@ -32,7 +32,7 @@ from fzero.tuning.probe import Request
 from fzero.tuning.report import TrialResult, Tuned
 from fzero.tuning.runs import Results, Runs, Script, mapped
 from fzero.tuning.search import Point, Strategy, next_trial
-from fzero.tuning.space import STAGES, Kind, TuningCandidate
+from fzero.tuning.space import STAGES, OffloadTarget, TuningCandidate
 
 TUNE = """the fastest configuration of a script on this machine. All stages, micro-batch sizes and checkpointing are planned with
 the script's model and batch; those that fit are run for a few steps, the most promising first, until no improvement is
@@ -131,7 +131,7 @@ class Tuning:
         """From the command line and the configuration."""
         keys = read(script.config)
         settings = autotuning(keys)
-        kinds: tuple[Kind, ...] = ("device",) if given.offload is None else ("device", given.offload)
+        kinds: tuple[OffloadTarget, ...] = ("device",) if given.offload is None else ("device", given.offload)
         request = Request(
             "measure", "", memory=given.memory, start=settings.start_profile_step, end=settings.end_profile_step,
             stages=given.stages, offload=kinds, nvme_path=given.nvme,

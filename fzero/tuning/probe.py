@@ -40,7 +40,7 @@ from fzero.runtime.batches import map_tensors
 from fzero.runtime.loss import LossFn
 from fzero.runtime.module_changes import replaced_forwards
 from fzero.storage.host_memory import host_memory, process_memory
-from fzero.tuning.space import Kind, Planned, Planner, batch_keys, candidates
+from fzero.tuning.space import OffloadTarget, Planned, Planner, batch_keys, candidates
 
 VARIABLE = "FZERO_TUNE"
 
@@ -56,7 +56,7 @@ class Request:
     end: int = 5  # the last one
     keys: Keys | None = None  # the script's configuration, as in the file
     stages: tuple[int, ...] = (0, 1, 2, 3)
-    offload: tuple[Kind, ...] = ("device",)  # if nothing fits, more offload is tried
+    offload: tuple[OffloadTarget, ...] = ("device",)  # if nothing fits, more offload is tried
     nvme_path: str | None = None
 
     def as_text(self) -> str:
@@ -199,7 +199,7 @@ class Probe:
         plans: list[Planned] = []
         with _giving_loss(self._model, self._loss_fn, is_call=is_call):
             planner, note = self._planner(keys, machine, batch, is_call=is_call, steps=steps)
-            more: tuple[Kind, ...] = ("host", "nvme") if request.nvme_path else ("host",)
+            more: tuple[OffloadTarget, ...] = ("host", "nvme") if request.nvme_path else ("host",)
             for offload in dict.fromkeys((request.offload, (*dict.fromkeys((*request.offload, *more)),))):
                 if not any(self._fits(one, limit) for one in plans):
                     space = candidates(

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
-Kind = Literal["model_based", "random", "gridsearch"]
+TunerType = Literal["model_based", "random", "gridsearch"]
 
 # Standard deviations of logarithms: 0.1 is about 10 % of a cost.
 OFFSET = 2.0  # the common error of all predictions: the rates of a machine are known only roughly
@@ -47,7 +47,7 @@ class Point:
 class Strategy:
     """How points are chosen."""
 
-    kind: Kind = "model_based"  # see the top of this file
+    kind: TunerType = "model_based"  # see the top of this file
     num_trials: int = 50  # the most points that are measured
     early_stopping: int = 5  # ends after so many measured points in a row without improvement; 0 never does
     seed: int = 0  # of `random`

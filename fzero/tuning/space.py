@@ -23,7 +23,7 @@ from fzero.estimation.fit_search import Rung, Search, Setting
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 
-Kind = Literal["device", "host", "nvme"]
+OffloadTarget = Literal["device", "host", "nvme"]
 STAGES = (0, 1, 2, 3)
 
 
@@ -79,7 +79,7 @@ def candidates(
     world_size: int,
     *,
     stages: Sequence[int] = STAGES,
-    offload: Sequence[Kind] = ("device",),
+    offload: Sequence[OffloadTarget] = ("device",),
     nvme_path: str | None = None,
 ) -> list[TuningCandidate]:
     """The given configuration, then all others.

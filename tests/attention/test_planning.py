@@ -19,7 +19,7 @@ from fzero.attention import (
     SparseAttentionUtils,
     sparse_attention,
 )
-from fzero.estimation.activation_trace import Traced, trace_activations
+from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 
 BATCH, HEADS, LENGTH, BLOCK, WIDTH = 1, 2, 256, 8, 16
 
@@ -36,7 +36,7 @@ class Attends(nn.Module):
         return sparse_attention(q, q, q, self.layout, block=BLOCK, backend=self.backend).mean()
 
 
-def traced(layout: Layout, backend: Any = "auto") -> Traced:
+def traced(layout: Layout, backend: Any = "auto") -> ActivationTrace:
     return trace_activations(
         Attends(layout, backend), {}, torch.empty(BATCH, HEADS, LENGTH, WIDTH, device="meta"), loss_fn=call
     )

@@ -273,14 +273,14 @@ def test_a_rank_reads_what_it_holds_and_no_more(deepspeed: DeepSpeed, monkeypatc
     job = Job(3, "fp32", 3, True)
     deepspeed.written(job)
     numels: list[int] = []
-    pieces = DeepSpeedFiles._pieces
+    runs = DeepSpeedFiles._runs
 
     def counted(self: Any, *where: Any) -> Iterator[Any]:
-        for start, piece in pieces(self, *where):
-            numels.append(piece.numel())
-            yield start, piece
+        for start, values in runs(self, *where):
+            numels.append(values.numel())
+            yield start, values
 
-    monkeypatch.setattr(DeepSpeedFiles, "_pieces", counted)
+    monkeypatch.setattr(DeepSpeedFiles, "_runs", counted)
     ranks = ranks_of(job, 2)
     state = fzero.checkpoint.import_deepspeed(deepspeed.path(job), step=ranks).state
     held = sum(x.numel() for x in optree.tree_leaves([state.params, state.optimizer, state.buffers]))

@@ -32,7 +32,16 @@ from fzero.estimation.activation_trace import ActivationCounter, trace_activatio
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
-from fzero.estimation.models import VOCABULARY, Block, ModelError, PlainGPT, filled, named, sample_of, shape_of
+from fzero.estimation.models import (
+    VOCABULARY,
+    ModelError,
+    PlainGPT,
+    TransformerBlock,
+    filled,
+    named,
+    sample_of,
+    shape_of,
+)
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
@@ -697,7 +706,7 @@ def test_a_count_gives_a_gpt_of_that_size_to_two_percent(word: str) -> None:
 def test_every_count_is_met_to_two_percent(count: float) -> None:
     depth, width, vocabulary = shape_of(count)
     with torch.device("meta"):
-        of_block = sum(param.numel() for param in Block(width).parameters())
+        of_block = sum(param.numel() for param in TransformerBlock(width).parameters())
     assert depth * of_block + (2 * vocabulary + 2) * width == pytest.approx(count, rel=0.02)
     assert depth >= 1 and 256 <= vocabulary <= VOCABULARY and width % 64 == 0
 

@@ -29,7 +29,7 @@ from fzero.launch.agent import SECONDS_TO_END, AgentWork, Failure, launch_config
 from fzero.launch.cli import commands_of, main, parser
 from fzero.launch.environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launch.hostfile import Host, choose, decode, encode, parse_hostfile
-from fzero.launch.launchers import LAUNCHERS, READS, Job
+from fzero.launch.launchers import LAUNCHERS, READS, LaunchJob
 from fzero.launch.rendezvous import SECRET, Secret, Signed
 
 RANK = Path(__file__).parents[1] / "support" / "launched_rank.py"
@@ -189,9 +189,9 @@ def test_ranks_of_several_hosts_must_be_reported_where_the_first_is():
 TWO = (Host("a", (0, 1)), Host("b", (0, 1)))
 
 
-def job(hosts: tuple[Host, ...] = TWO, **work: object) -> Job:
+def job(hosts: tuple[Host, ...] = TWO, **work: object) -> LaunchJob:
     what = AgentWork(hosts, 0, ("python", "-u", "train.py", "50%"), "a", 29500, **work)
-    return Job(what, {"NCCL_DEBUG": "A B"}, "/my work", ("--extra",), ("-p", "22"), python="python")
+    return LaunchJob(what, {"NCCL_DEBUG": "A B"}, "/my work", ("--extra",), ("-p", "22"), python="python")
 
 
 def test_each_launcher_composes_the_command_that_its_manual_describes():

@@ -11,7 +11,6 @@ FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
     "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
-    "fzero.checkpoint.deepspeed.source.DeepSpeedFiles": "the attributes of a checkpoint, all read from DeepSpeed's files",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
 }
 """Names of what is larger, each with its reason."""

@@ -112,7 +112,7 @@ def test_a_class_that_neither_divides_nor_steps_one_by_one_is_refused() -> None:
 
 
 def test_a_class_that_looks_at_shapes_is_not_taken_for_elementwise() -> None:
-    with pytest.raises(ValueError, match="ByRow: must step a matrix as it does its elements in one dim"):
+    with pytest.raises(ValueError, match="ByRow: must update a matrix as it updates the same elements"):
         check_shapes_do_not_matter(ByRow, {})
     check_shapes_do_not_matter(torch.optim.AdamW, {})
     with warnings.catch_warnings():

@@ -33,7 +33,7 @@ from fzero.pipeline import (
     partition_by_cost,
     uniform,
 )
-from fzero.pipeline.layers import Seeds
+from fzero.pipeline.layers import LayerSeeds
 from fzero.pipeline.partition import part_nbytes
 from fzero.pipeline.topology import mesh_of
 from sharding import Mesh
@@ -372,7 +372,7 @@ def held_in_a_job() -> tuple[list[str], bool, bool, list[int], str]:
     """What a rank of three stages has: names, whether values are those of the description, whether a stage is built once."""
     model, rank = module(), job().rank
     stage = model.build(model.parts[rank], model.parts[rank + 1])
-    whole = dict(StageLayers(model.specs, [(0, 9)], model.tied, Seeds()).named_parameters())
+    whole = dict(StageLayers(model.specs, [(0, 9)], model.tied, LayerSeeds()).named_parameters())
     own = dict(model.named_parameters())
     with pytest.raises(RuntimeError) as found:
         module(num_stages=2)

@@ -16,7 +16,7 @@ import fzero
 from fzero.__main__ import main
 from fzero.config.config import ConfigError
 from fzero.estimation import estimate_layers, fit, plan_pipeline
-from fzero.estimation.models import Named, PlainGPT, named, sample_of
+from fzero.estimation.models import NamedModel, PlainGPT, named, sample_of
 from fzero.estimation.pipelines import PipelinePlanner
 from fzero.pipeline import LayerCost, LayerSpec, PipelineModule, TiedLayerSpec, interleaved, plan_order, predict
 from fzero.pipeline.picture import draw_timeline
@@ -154,7 +154,7 @@ def test_the_command_line_plans_and_draws_pipelines(tmp_path: Any, capsys: pytes
 @pytest.mark.long
 def test_seventy_billion_parameters_on_eight_stages_of_128_ranks() -> None:
     """1F1B with m = 64: bubble (p - 1)/(m + p - 1) = 9.9 % and what layers cannot divide; state 4 + 12/128 bytes a parameter."""
-    found: Named = named("70B")
+    found: NamedModel = named("70B")
     planned = plan_pipeline(
         found.model, stages=8, world_size=1024, batch=sample_of(found.model, 1, 4096), micro_batches=64
     )

@@ -219,7 +219,7 @@ def test_a_transform_may_be_written_in_place_or_as_pure_functions(ranks: RankPoo
 
 
 def test_a_group_that_takes_nothing_is_reported() -> None:
-    for params, reported in (("sacle", "takes none, got 'sacle'"), ("(", "must be a regular expression")):
+    for params, reported in (("sacle", "selects none, got 'sacle'"), ("(", "must be a regular expression")):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].params: .*{reported}"):
             fzero.make_train_step(make(Plain), config(0), param_groups=[{"params": params, "lr": 1e-5}])
 

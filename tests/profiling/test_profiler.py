@@ -423,7 +423,7 @@ MISTAKES = {
     "an error of the model": (
         ["--model", "test_profiler:Looking", "--sample", "test_profiler:make_batch"], 1, "got KeyError: 'x'; correct the",
     ),
-    "no parameters": (["--model", "test_profiler:Bare"], 1, "Bare has no parameters; pass a model with some"),
+    "no parameters": (["--model", "test_profiler:Bare"], 1, "Bare has no parameters; pass a model with parameters"),
     "rates of nothing": (["--model", "1M", "--rates", "{null}"], 1, "host_copy must be a positive number, got None"),
     "rates in words": (["--model", "1M", "--rates", "{fast}"], 1, "gather must be a positive number or null, got 'fast'"),
     "ranks that do not fit": (["--model", "1M", "--world", "3", "--config", "{train}"], 1, "train_batch_size: must equal"),

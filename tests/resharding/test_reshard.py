@@ -737,7 +737,7 @@ def _peak(jobs: list[Job]) -> tuple[int, int, int]:
     ],
     ids=lambda jobs: "-".join(f"{j.stage}on{len(j.processes)}" for j in jobs),
 )
-def test_no_process_holds_more_than_both_states_and_the_pieces_of_one_unit(ranks: RankPool, jobs: list[Job]) -> None:
+def test_no_process_holds_more_than_both_states_and_the_shards_of_one_unit(ranks: RankPool, jobs: list[Job]) -> None:
     for peak, made, unit in ranks(4, _peak, jobs):
         assert peak <= made + unit + 4096  # the ranks compare steps in some hundred bytes
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,21 +71,36 @@ class DeepSpeedFiles:
         ties = self._model.get("shared_params")
         self._ties: Mapping[str, str] = _shared(self._module) if ties is None else ties
         self._flats = self._opened()
-        self.stage = self._flats.stage
         self._frozen = self._frozen_shapes()
         self._of_rank = cache(lambda rank: _checked_model(folder / MODEL_OF_RANK.format(rank)))
         self._sources: dict[str, tuple[str, str]] = {}
         self.stored = dict(self._all_stored())
-        self.aliases = {f"model.{name}": f"model.{first}" for name, first in self._ties.items()}
         first_of = {name: self._ties.get(name, name) for name in self._module}
         self.names = {name: first for name, first in first_of.items() if f"model.{first}" in self.stored}
         self.numbers = self._numbers()
-        self.scales_dynamically = bool(self._flats.scaler.get("is_dynamic"))
-        self.loss_scaling = {n: self._flats.scaler[key] for n, key in RULES.items() if key in self._flats.scaler}
         self.optimizer = dict(self._optimizer_kinds())
         self.client = self._client()
+
+    @cached_property
+    def stage(self) -> int:
+        return self._flats.stage
+
+    @cached_property
+    def aliases(self) -> dict[str, str]:
+        return {f"model.{name}": f"model.{first}" for name, first in self._ties.items()}
+
+    @cached_property
+    def scales_dynamically(self) -> bool:
+        return bool(self._flats.scaler.get("is_dynamic"))
+
+    @cached_property
+    def loss_scaling(self) -> dict[str, Any]:
+        return {name: self._flats.scaler[key] for name, key in RULES.items() if key in self._flats.scaler}
+
+    @cached_property
+    def rates(self) -> dict[str, float]:
         rates = {float(group["lr"]) for group in self._flats.settings if "lr" in group}
-        self.rates = dict.fromkeys(self._flats.shapes, rates.pop()) if len(rates) == 1 else {}
+        return dict.fromkeys(self._flats.shapes, rates.pop()) if len(rates) == 1 else {}
 
     def _opened(self) -> Flats:
         found = files.optimizer_files(self.folder)
@@ -128,7 +143,7 @@ class DeepSpeedFiles:
                 dtype = dtype_name(self._flats.dtype(leaf, group))
                 yield self._known(quantity, leaf, name), Stored(shape, dtype)
         for name, shape in self._frozen.items():
-            dtype = dtype_name(next(self._pieces("frozen", name, 0, 0))[1].dtype)
+            dtype = dtype_name(next(self._runs("frozen", name, 0, 0))[1].dtype)
             yield self._known("params", "frozen", name), Stored(shape, dtype)
         for name in self._buffers:
             buffer = self._module[name]
@@ -197,15 +212,17 @@ class DeepSpeedFiles:
         """See `fzero.checkpoint.loading.Source`. Raises CheckpointError: a file is truncated, or contradicts the others."""
         for part, flat in fragments:
             source, name = self._sources[part.key]
-            for start, piece in self._pieces(source, name, part.start, part.stop):
-                flat[start - part.start :][: piece.numel()].copy_(piece.detach())  # DeepSpeed's masters are parameters
+            for start, values in self._runs(source, name, part.start, part.stop):
+                flat[start - part.start :][: values.numel()].copy_(
+                    values.detach()
+                )  # DeepSpeed's masters are parameters
 
-    def _pieces(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """(First element, values) of each contiguous piece of elements [start, stop) of the parameter."""
+    def _runs(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """(First element, values) of each contiguous run of elements [start, stop) of the parameter."""
         if source == "buffer":
             yield start, self._module[name].reshape(-1)[start:stop]
         elif source == "frozen":
-            yield from self._frozen_pieces(name, start, stop)
+            yield from self._frozen_runs(name, start, stop)
         else:
             flats = self._flats
             place = flats.places[name]
@@ -218,7 +235,7 @@ class DeepSpeedFiles:
                     )
                 yield first, flat.reshape(-1)[offset : offset + numel]
 
-    def _frozen_pieces(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def _frozen_runs(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         numel, there = math.prod(self._frozen[name]), self._module.get(name)
         alone = inside(self.folder / "zero", name, self._path) / f"{MASTER}.pt"
         if there is not None and there.numel() == numel:

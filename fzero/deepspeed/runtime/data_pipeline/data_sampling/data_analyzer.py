@@ -19,7 +19,7 @@ from fzero.deepspeed.utils.logging import logger
 
 __all__ = ["DataAnalyzer", "DistributedDataAnalyzer"]
 
-Kind = Literal["single_value_per_sample", "accumulate_value_over_samples"]
+MetricType = Literal["single_value_per_sample", "accumulate_value_over_samples"]
 
 
 class DataAnalyzer:
@@ -53,7 +53,7 @@ class DataAnalyzer:
         batch_size: int = 1,
         metric_names: Sequence[str] = (),
         metric_functions: Sequence[Callable[[Any], Any]] = (),
-        metric_types: Sequence[Kind] = (),
+        metric_types: Sequence[MetricType] = (),
         metric_dtypes: Sequence[Any] = (),
         save_path: str | Path = "./",
         collate_fn: Callable[[list[Any]], Any] | None = None,
@@ -182,7 +182,7 @@ class DistributedDataAnalyzer(DataAnalyzer):
         batch_size: int = 1,
         metric_names: Sequence[str] = (),
         metric_functions: Sequence[Callable[[Any], Any]] = (),
-        metric_types: Sequence[Kind] = (),
+        metric_types: Sequence[MetricType] = (),
         save_path: str | Path = "./",
         collate_fn: Callable[[list[Any]], Any] | None = None,
         device: Any = "cuda",
