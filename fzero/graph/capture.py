@@ -253,7 +253,7 @@ class CompiledStep:
                 raise too_often(type(self._model).__name__, self.most_graphs, known[-1].misfit(kind))
             compiled = self._compile(function, (state, *further), kind)
             known.append(compiled)
-        tensors = [x for x in optree.tree_leaves((state, *further), none_is_leaf=True) if isinstance(x, Tensor)]
+        tensors = [x for x in optree.tree_leaves((state, *further)) if isinstance(x, Tensor)]
         # The graph holds the casts of an autocast around the step, and what is cast nowhere must not be cast now.
         with (
             torch.no_grad(),

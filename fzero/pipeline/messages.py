@@ -151,8 +151,6 @@ class Mailbox:
 
     def expect(self, messages: Sequence[Expected]) -> None:
         """Names the messages that this rank will receive, each peer's in the order in which that stage sends them."""
-        self._expected.clear()
-        self._coming.clear()
         self._num_received.clear()
         for expected in messages:
             self._expected[expected.message.peer].append(expected)

@@ -64,7 +64,7 @@ class Hyper(NamedTuple):
             "number of updates so far": {"state.step": str(self.num_updates)},
             f"learning rate after {self.num_updates} updates": dict(zip(groups, map(str, self.rates), strict=True)),
             "momentum": {"betas": str(self.momentum)},
-            "hyper-parameters": dict(zip(groups, self.optimizers, strict=False)),
+            "hyper-parameters": dict(zip(groups, self.optimizers, strict=True)),
         }
 
 

@@ -18,6 +18,7 @@ from training import Plain, config, make, part, vectors
 import fzero
 from fzero.comms import meeting, watchdog as hangs
 from fzero.resharding.parameters import weight_of
+from fzero.runtime import weights
 
 READ_ALONE = "reading 'blocks.0/float32' in full (GatheredParameters, safe_get_full_fp32_param, Engine.gathered)"
 CALLS = {
@@ -26,6 +27,7 @@ CALLS = {
     "fzero.load": lambda step, state, folder: fzero.load(folder, step=step),
     "fzero.load_weights": lambda step, state, folder: fzero.load_weights(folder, step=step),
     "TrainStep.evaluate": lambda step, state, folder: step.evaluate(state, part(vectors(0), 0, 2)),
+    "TrainStep.inspect": lambda step, state, folder: step.inspect(state, lambda: None),
     "TrainStep.gather": lambda step, state, folder: step.gather(state),
     "TrainStep.init": lambda step, state, folder: step.init(),
     "TrainStep.first_overflow": lambda step, state, folder: step.first_overflow(state),
@@ -81,7 +83,9 @@ def other_weights_alone() -> None:
             ):
                 step.with_weights(state, step.weights(state))
         state, _ = step(state, [x.bfloat16() for x in part(vectors(1), step.rank, 2)])
-    assert step.with_weights(state, step.weights(state)).master.keys() == state.master.keys()
+    with patch.object(weights, "meet", wraps=weights.meet) as met:
+        assert step.with_weights(state, step.weights(state)).master.keys() == state.master.keys()
+    assert len(state.master) > met.call_count == 1  # once for all flat buffers
 
 
 def test_other_weights_of_one_rank_alone_are_an_error(ranks: RankPool) -> None:

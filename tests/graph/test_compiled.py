@@ -25,6 +25,7 @@ from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train
 import fzero
 from fzero.graph.analysis import analyse
 from fzero.graph.backends import InductorPass
+from fzero.graph.capture_errors import in_collectives
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, numel_of
 from fzero.graph.remat import is_backward
@@ -665,6 +666,14 @@ class Penalised(Stack):
         hidden = self.blocks[2](self.blocks[1](self.blocks[0](x)))
         (slope,) = torch.autograd.grad(hidden.square().sum(), x, create_graph=True)
         return nn.functional.mse_loss(hidden, y) + 1e-3 * slope.square().sum()
+
+
+def test_an_error_of_a_collective_is_reported_as_one_and_any_other_as_it_is() -> None:
+    with pytest.raises(fzero.CollectiveError, match="all_reduce in the compiled step of A"), in_collectives("A"):
+        torch.ops._c10d_functional.all_reduce.default(torch.ones(1), "sum", "no such group")
+    with pytest.raises(RuntimeError, match="must match the size") as raised, in_collectives("A"):
+        aten.add.Tensor(torch.ones(2), torch.ones(3))
+    assert raised.type is RuntimeError
 
 
 def _graph(model: Any, checkpoint: Any, keys: dict[str, Any] | None = None) -> torch.fx.Graph:

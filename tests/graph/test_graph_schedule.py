@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from graphs import Traced, run_ranks, trace_step
+from graphs import GROUP, Traced, run_ranks, trace_step
 from hypothesis import given, strategies as st
 from profiles import examples
 from torch import Tensor, nn
@@ -29,8 +29,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fzero.graph import tracing
 from fzero.graph.analysis import Reduction, analyse
 from fzero.graph.backends import make_runner
+from fzero.graph.buckets import bucket_updates
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, is_mutation, storages
+from fzero.graph.remat import BACKWARD, rematerialise_in_place
 from fzero.graph.reuse import plan_live_ranges
 from fzero.graph.schedule import PassOptions, run_passes
 from fzero.graph.timeline import joined, make_timeline
@@ -506,6 +508,30 @@ def test_updated_shards_that_are_gathered_are_joined_up_to_their_bucket(stage: i
         assert sum(update.numel for update in updates) == sum(kept)
         assert max(update.numel for update in updates) <= max(bucket, kept[-1])
         assert len(updates) == {0: len(kept), MANY: 1}.get(bucket, len(updates)) <= len(kept)
+
+
+def test_updated_shards_that_something_else_reads_too_are_gathered_by_themselves() -> None:
+    def step(shards_3S: Tensor, full_3P: Tensor) -> Tensor:
+        for shard_S, full_P in zip(shards_3S, full_3P, strict=True):
+            updated_P = c10d.wait_tensor(c10d.all_gather_into_tensor(shard_S * 2, 2, GROUP))
+            full_P.copy_(updated_P)
+        return updated_P.sum()
+
+    graph = trace(step, torch.ones(3, 2), torch.zeros(3, 4)).graph
+    bucket_updates(graph, analyse(graph), MANY)
+    first_two, last = (name_of(node) for node in graph.nodes if is_collective(node))
+    assert (first_two, last) == ("all_gather_into_tensor_coalesced", "all_gather_into_tensor")
+
+
+def test_of_a_checkpointed_module_the_backward_reads_what_it_makes_again_up_to_its_last_node() -> None:
+    graph = trace(lambda x: (y := x.tanh()).exp() * y, torch.ones(4)).graph
+    (tanh,) = graph.find_nodes(op="call_function", target=aten.tanh.default)
+    tanh.meta["custom"] = {"region": "block@0"}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and node is not tanh:
+            node.meta["custom"] = BACKWARD
+    rematerialise_in_place(graph, ["block"])
+    assert not tanh.users
 
 
 # --- memory --------------------------------------------------------------------------------------------------------

@@ -309,8 +309,23 @@ def _wrapped(factor: float) -> tuple[Any, Callable[[float], None]]:
     return lambda model, batch: inner(model, batch), change
 
 
-def test_a_function_in_a_closure_is_followed() -> None:
-    loss_fn, change = _wrapped(2.0)
+@dataclass(slots=True)
+class SlottedTrainer:
+    factor: float
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        loss: Tensor = model(*batch) * self.factor
+        return loss
+
+
+def _slotted(factor: float) -> tuple[Any, Callable[[float], None]]:
+    trainer = SlottedTrainer(factor)
+    return trainer.loss, partial(setattr, trainer, "factor")
+
+
+@pytest.mark.parametrize("made", [_wrapped, _slotted])
+def test_a_closure_and_the_slots_of_a_method_s_object_are_followed(made: Any) -> None:
+    loss_fn, change = made(2.0)
     step = fzero.make_train_step(make(Reads), config(0), loss_fn=loss_fn, **AOT)
     state = step.init()
     once = step.evaluate(state, vectors(0))
@@ -415,11 +430,16 @@ class Counts(Draws):
     source = lambda: itertools.count(1)  # noqa: E731
 
 
+class Yields(Draws):
+    source = lambda: (float(number) for number in range(9))  # noqa: E731
+
+
 LAST: Any = None
 
 
 @pytest.mark.parametrize(
-    "kind", [Appends, Keeps, KeepsInObject, KeepsObject, KeepsInGlobal, KeepsInClass, Draws, DrawsOfNumpy, Counts]
+    "kind",
+    [Appends, Keeps, KeepsInObject, KeepsObject, KeepsInGlobal, KeepsInClass, Draws, DrawsOfNumpy, Counts, Yields],
 )
 def test_contents_that_the_forward_changes_are_refused_and_left_as_they_were(kind: type[Changing]) -> None:
     model = make(kind)

@@ -252,6 +252,9 @@ def test_subclasses_set_bounds_and_count_parameters_as_with_upstream() -> None:
 
     assert ByHand(layers(), num_stages=3).partition(3) == (0, 1, 2, 9)
     assert Counting(layers(), num_stages=3).parts == [0, 3, 6, 9]
+    whole = ByHand(layers(), num_stages=3)
+    whole._set_bounds()
+    assert (whole._local_start, whole._local_stop) == (0, 9)
 
 
 def test_blocks_of_layers_are_recomputed_as_upstream_chooses() -> None:
@@ -368,7 +371,7 @@ def test_a_mesh_of_a_topology_has_the_axis_data() -> None:
 # --- in a job --------------------------------------------------------------------------------------------------------------
 
 
-def held_in_a_job() -> tuple[list[str], bool, bool, list[int], str]:
+def held_in_a_job() -> tuple[list[str], bool, bool, list[list[int]], str]:
     """What a rank of three stages has: names, whether values are those of the description, whether a stage is built once."""
     model, rank = module(), job().rank
     stage = model.build(model.parts[rank], model.parts[rank + 1])
@@ -379,12 +382,12 @@ def held_in_a_job() -> tuple[list[str], bool, bool, list[int], str]:
     same = all(torch.equal(own[name], whole[name]) for name in own)
     grid = model.mpu()
     assert grid is not None
-    size = dist.get_world_size(grid.get_pipe_parallel_group())
+    groups = grid.get_pipe_parallel_group(), grid.get_model_parallel_group(), grid.get_slice_parallel_group()
     return (
         list(own),
         same,
         all(own[n] is p for n, p in stage.named_parameters()),
-        [*grid.pp_group, size],
+        [grid.pp_group, *map(dist.get_process_group_ranks, groups)],
         str(found.value),
     )
 
@@ -394,7 +397,8 @@ def test_a_rank_of_a_job_builds_its_own_stage_once(ranks: RankPool) -> None:
     assert names == tuple([n for n, _ in module().build(3 * s, 3 * s + 3).named_parameters()] for s in range(3))
     assert all(same)
     assert all(is_once)
-    assert set(map(tuple, groups)) == {(0, 1, 2, 3)}
+    every = [0, 1, 2]
+    assert groups == tuple([every, every, every, [rank]] for rank in every)
     assert {"num_stages must divide the number of ranks, 3, got 2; start 2 ranks" in error for error in errors} == {
         True
     }

@@ -208,6 +208,12 @@ def test_layers_that_only_their_own_rank_has_changed_are_refused_on_all_ranks(ra
         assert "must be the same two steps on every process" in text and "where they are made" in text
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_stage_is_held_by_the_ranks_with_its_coordinate(stages: int) -> None:
+    plan = staged_plan(Case(stages, num_data=2).step())
+    assert [plan.ranks(stage) for stage in range(stages)] == [(2 * stage, 2 * stage + 1) for stage in range(stages)]
+
+
 @pytest.mark.long
 def test_states_of_abstract_ranks_move() -> None:
     case = Case(2, num_data=1)

@@ -232,6 +232,13 @@ def test_an_overflow_of_one_stage_is_one_of_all() -> None:
         assert len({bool(overflow) for *_, overflow, _ in curve}) == 2
 
 
+def test_the_first_parameter_whose_gradient_overflows_is_that_of_the_first_layer() -> None:
+    keys = {"fp16": {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}}  # every gradient overflows
+    ranks = fzero.simulate(Case(2, made=some_layers(4), keys=keys).step(), by="lockstep")
+    state, metrics = ranks(ranks.init(), data(1, 4, 2)[0])
+    assert metrics.overflow and ranks.first_overflow(state) == "0.weight"
+
+
 def test_a_stage_without_module_buffers_binds_its_model_once_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = fzero.simulate(Case(2, made=some_layers(4), num_data=1).step(), by="lockstep")
     first, second = data(2, 4, 1)

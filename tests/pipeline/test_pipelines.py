@@ -287,20 +287,23 @@ def test_dropout_does_not_depend_on_stages_or_order() -> None:
     )  # a second run draws the same numbers
 
 
-def test_a_pipeline_trains_as_a_plain_loop() -> None:
+@pytest.mark.parametrize(("stages", "order", "stage"), [(2, "1f1b", 0), (1, "interleaved:2", 1)])
+def test_a_pipeline_trains_as_a_plain_loop(stages: int, order: str, stage: int) -> None:
     """To rounding: the loop knows nothing of fzero."""
-    case = Case(2, num_data=2, keys={"gradient_clipping": 0.0, "scheduler": None}, made=plain_layers)
+    case = Case(stages, order, num_data=2, keys={"scheduler": None, "stage": stage}, made=plain_layers)
     model = case.model().build(0, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
+    losses, norms = [], []
     for ids, labels in data(case.num_steps, case.num_micro, case.num_data):
         loss = loss_of(model(ids.flatten(0, 1)), labels.flatten(0, 1))
         optimizer.zero_grad()
         loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
         optimizer.step()
         losses.append(loss.item())
     curve, weights = simulated(case)
     assert [loss for loss, *_ in curve] == pytest.approx(losses, rel=1e-5)
+    assert [norm for _, norm, *_ in curve] == pytest.approx(norms, rel=1e-5)
     for name, value in model.state_dict().items():
         torch.testing.assert_close(weights[name], value, rtol=1e-4, atol=1e-5)
 
@@ -450,6 +453,16 @@ def test_outputs_that_are_no_tensors_are_named() -> None:
         ValueError, match=r"a layer must give tensors to the next stage, .* got a object in the output of chunk 0"
     ):
         ranks(ranks.init(), (x, x))
+
+
+def test_an_evaluation_after_one_that_failed_has_messages_of_its_own() -> None:
+    ranks = fzero.simulate(Case(2, made=plain_layers, num_data=1).step(), by="lockstep")
+    state, (batch,) = ranks.init(), data(1, 4, 1)
+    micro_batches = list(zip(*(x.chunk(4, dim=1) for x in batch), strict=True))
+    wanted = ranks.evaluate(state, iter(micro_batches))
+    with pytest.raises(IndexError, match="out of bounds"):
+        ranks.evaluate(state, iter([(ids, labels + VOCABULARY) for ids, labels in micro_batches]))
+    assert ranks.evaluate(state, iter(micro_batches)) == wanted
 
 
 def test_shapes_may_change_from_batch_to_batch() -> None:

@@ -296,6 +296,21 @@ def test_a_schedule_with_any_event_twice_is_rejected(
         check_schedules(records, rules)
 
 
+@given(steps(), here)
+def test_a_unit_that_is_gathered_again_before_its_release_is_rejected(
+    step: tuple[UnitRules, Visits], here: tuple[str, ...]
+) -> None:
+    rules, visits = step
+    records = train(rules, [visits] * rules.world_size, Orders(), here=here)
+    place = next((index for index, event in enumerate(records[0]) if event.kind == "wait_gather"), None)
+    assume(place is not None)
+    for record in records:
+        unit = record[place].unit
+        record[place + 1 : place + 1] = [Event("gather", unit), Event("wait_gather", unit)]
+    with pytest.raises(ScheduleError, match="check_schedules"):
+        check_schedules(records, replace(rules, prefetches=True, max_live=10**9))  # there is room for both
+
+
 @given(steps(world_size=2), st.data())
 def test_collectives_that_are_swapped_on_one_rank_are_rejected(
     step: tuple[UnitRules, Visits], data: st.DataObject
@@ -335,6 +350,7 @@ def test_gathers_beyond_the_bound_are_rejected(sizes: list[int]) -> None:
     records = train(rules, [list(units)] * 2, whole(rules, list(units)))
     peak = check_schedules(records, rules)
     assert peak == max(one + other for one, other in pairwise(sizes)) <= rules.most_gathered()
+    assert rules.most_gathered(alike=False) == 2 * max(sizes), "a rank takes part in one gather while it uses a unit"
     for less in (replace(rules, max_live=peak - 1), replace(rules, prefetches=False)):
         with pytest.raises(ScheduleError, match="elements are gathered"):
             check_schedules(records, less)

@@ -24,9 +24,10 @@ def test_drawn_faults_are_those_of_their_seed_and_leave_a_program() -> None:
         assert ast.dump(ast.parse(mutant.applied_to(source))) != ast.dump(ast.parse(source)), mutant.name
 
 
-def test_no_fault_is_in_an_error_a_text_or_a_type() -> None:
+def test_no_fault_is_in_an_error_a_check_a_text_or_a_type_nor_where_order_says_nothing() -> None:
     source = (
         'def f(x: "a | b", y=0) -> None:\n    assert x > 1\n    if y:\n        raise ValueError(f"{x + 1}" + "a")\n'
+        "    return zip(max(x, y), strict=True)\n"
     )
     assert mutants_of("a.py", source) == {}
 
