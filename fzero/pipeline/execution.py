@@ -80,8 +80,8 @@ class PipelineProgram:
         with self._sending():
             window = parts.begin(run, state, measures_early=True)
             with random_state(state.rng, run.device) as rng, keyed(run.device) as seeds:
-                training = _Training(self, run, micro_batches, seeds, window)
-                with parts.bound_to(run, window, lambda: 0) if training.window.is_bound else nullcontext():
+                with parts.bound_throughout(run, window) as window:
+                    training = _Training(self, run, micro_batches, seeds, window)
                     self._execute(training, run, self.order)
             window = training.window
             window.work.close()
@@ -293,10 +293,7 @@ class _Training(Passes):
         self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: Seeds, window: AccumulationWindow
     ) -> None:  # fmt: skip
         super().__init__(program, run, micro_batches, seeds)
-        # Binding costs as much as a small layer. What a forward has assigned to module buffers, or written into `.grad`, is
-        # known after its binding only.
-        is_bound = not window.buffers and run.learned.own_grads is None
-        self.window, self.rows = window._replace(is_bound=is_bound), list[int]()
+        self.window, self.rows = window, list[int]()
         self.anchor = torch.empty(0, device=run.device, requires_grad=True)
         self.opened: dict[tuple[int, int], _Open] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
