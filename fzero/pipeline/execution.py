@@ -79,10 +79,12 @@ class PipelineProgram:
         run, state = self._gathered(run, state)
         with self._sending():
             window = parts.begin(run, state, measures_early=True)
-            with random_state(state.rng, run.device) as rng, keyed(run.device) as seeds:
-                with parts.bound_throughout(run, window) as window:
-                    training = _Training(self, run, micro_batches, seeds, window)
-                    self._execute(training, run, self.order)
+            with (
+                random_state(state.rng, run.device) as rng, keyed(run.device) as seeds,
+                parts.bound_throughout(run, window) as window,
+            ):  # fmt: skip
+                training = _Training(self, run, micro_batches, seeds, window)
+                self._execute(training, run, self.order)
             window = training.window
             window.work.close()
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
