@@ -332,8 +332,7 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
         rest = map(run.rules.loss.of_shard, transfer.each(unknown))
         return (next(rest) if number is None else number for number in known)
 
-    has_all = run.plan.keeps_full_grads
-    shards = range(mesh.num_shards) if has_all else (mesh.shard,)
+    shards = range(mesh.num_shards) if run.plan.keeps_full_grads else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
@@ -462,11 +461,8 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
 
 @contextmanager
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
-    """Binds the model once for all forwards and backwards of a window, where it can; yields the window.
-
-    Binding costs as much as a small layer. What a forward has assigned to module buffers, or written into `.grad`, is known
-    after its binding only.
-    """
+    """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
+    # What a forward has assigned to module buffers, or written into `.grad`, is known after its binding only.
     if window.buffers or run.learned.own_grads is not None:
         yield window
         return
