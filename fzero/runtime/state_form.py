@@ -56,7 +56,8 @@ class StateForm:
         check_kind(
             "state", state, TrainState, "a TrainState", "pass that of init() or of the last step (load(...).state)"
         )
-        leaves, found = optree.tree_flatten(state)
+        flat: tuple[list[Any], Any] = optree.tree_flatten(state)  # type: ignore[arg-type]
+        leaves, found = flat
         if found != self.treespec:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
             differing = min({*theirs} ^ {*self.names}, default="another structure")
