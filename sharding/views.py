@@ -106,7 +106,8 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
             [3, 4]])
     """
     _check_length("unflatten", flat, (layout.numel, layout.partition.padded_numel))
-    leaves = flat.split_with_sizes([*layout.numels, flat.numel() - layout.numel])
+    padding = flat.numel() - layout.numel
+    leaves = flat.split_with_sizes([*layout.numels, padding] if padding else layout.numels)
     return {
         name: leaf if len(shape) == 1 else leaf.view(shape)
         for name, shape, leaf in zip(layout.names, layout.shapes, leaves)

@@ -55,7 +55,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """The result. Raises `CollectiveError` when another rank has died or the timeout has passed."""
-        self.end()
+        if self.works:
+            self.end()
         return self.finish()
 
     def finish(self) -> Tensor:

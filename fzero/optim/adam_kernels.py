@@ -126,7 +126,12 @@ def _adam(
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts an update, unless it is skipped."""
     if steps and found_inf is None and not is_traced():
-        torch._foreach_add_(steps, 1)
+        if steps[
+            0
+        ].is_cpu:  # there a number becomes a tensor for each counter; `alpha` keeps the tensor from becoming a number
+            torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
         return
     for step in steps:
         step.add_(1 if found_inf is None else 1 - found_inf)

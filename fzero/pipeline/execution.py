@@ -79,10 +79,12 @@ class PipelineProgram:
         run, state = self._gathered(run, state)
         with self._sending():
             window = parts.begin(run, state, measures_early=True)
-            with random_state(state.rng, run.device) as rng, keyed(run.device) as seeds:
+            with (
+                random_state(state.rng, run.device) as rng, keyed(run.device) as seeds,
+                parts.bound_throughout(run, window) as window,
+            ):  # fmt: skip
                 training = _Training(self, run, micro_batches, seeds, window)
-                with parts.bound_to(run, window, lambda: 0) if training.window.is_bound else nullcontext():
-                    self._execute(training, run, self.order)
+                self._execute(training, run, self.order)
             window = training.window
             window.work.close()
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
@@ -293,10 +295,7 @@ class _Training(Passes):
         self, program: PipelineProgram, run: StepRuntime, micro_batches: list[Any], seeds: StepSeeds, window: AccumulationWindow
     ) -> None:  # fmt: skip
         super().__init__(program, run, micro_batches, seeds)
-        # Binding costs as much as a small layer. What a forward has assigned to module buffers, or written into `.grad`, is
-        # known after its binding only.
-        is_bound = not window.buffers and run.learned.own_grads is None
-        self.window, self.rows = window._replace(is_bound=is_bound), list[int]()
+        self.window, self.rows = window, list[int]()
         self.anchor = torch.empty(0, device=run.device, requires_grad=True)
         self.opened: dict[tuple[int, int], _Open] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}

@@ -29,16 +29,16 @@ class UnitRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], *views: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
         ctx.set_materialize_grads(False)
-        return views
+        return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         ctx.work.end_visit(ctx.unit, ctx.names, grads)
-        return (None,) * (4 + len(grads))
+        return None, None, None, None, None
 
 
 class ParamLeaf(torch.autograd.Function):

@@ -150,7 +150,7 @@ class Gathers:
         for key, flat in flats.items():
             self._versions[key] = flat._version
             if flat.numel():  # an empty buffer has no address of its own
-                self._by_storage[address(flat)] = (unit, key, flat.dtype)
+                self._by_storage[flat.untyped_storage().data_ptr()] = (unit, key, flat.dtype)
 
     def drop(self, unit: str) -> None:
         """Waits for the gathers of a unit and drops their results."""
@@ -210,10 +210,13 @@ class Gathers:
             for value in self._seen.forget(unit).values():
                 self._by_storage.pop(address(value), None)
         for key, flat in self._live.pop(unit, {}).items():
-            self._by_storage.pop(address(flat), None)
+            storage = flat.untyped_storage()
+            self._by_storage.pop(storage.data_ptr(), None)
             if flat._version != self._versions[key]:
                 raise self._was_changed(f"of {key!r}")
-            self._watch(flat, key)
+            if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]  # `flat` and `storage`
+                self._watch(flat, key)
+            del storage  # with which the memory could not be given back
             self._give_back(flat, key)
 
     def holds(self, tensor: Tensor) -> bool:
@@ -227,12 +230,11 @@ class Gathers:
 
     def _watch(self, flat: Tensor, key: str) -> None:
         """Records a buffer of which there are views; a change to one of them would be lost."""
-        storage = flat.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]  # `flat` and `storage`
-            with temporarily_clear_interpreter_stack():  # a transform of torch.func refuses the second line
-                counter = flat.detach()
-                counter.data = flat.new_empty(0)  # keeps the version counter
-            self.lingering.append(Lingering(key, counter, flat._version, StorageWeakRef(storage)))  # type: ignore[no-untyped-call]
+        with temporarily_clear_interpreter_stack():  # a transform of torch.func refuses the second line
+            counter = flat.detach()
+            counter.data = flat.new_empty(0)  # keeps the version counter
+        memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
+        self.lingering.append(Lingering(key, counter, flat._version, memory))
 
     def close(self) -> None:
         """Drops compressed values, and the shards that are being loaded."""

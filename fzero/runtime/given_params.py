@@ -140,7 +140,7 @@ class GivenParams:
         for buffer, flat in zip(unit.buffers, flats, strict=True):
             views |= unflatten(flat, buffer.layout)
         if seen:
-            views |= {name: seen[name] for name in views if name in seen}
+            views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}  # for this visit alone
         leaves = views if work is None else views | self._leaves(unit, views, forward, work)
         if self._given is not None and self.is_open:
             self._given += [
@@ -170,10 +170,10 @@ class GivenParams:
         labels = ["" if name in still else name for name in small] if still else small
         given = [views[name] for name in small]
         if len(small) == len(names):
-            outputs = root_of(work.anchor, work, unit.name, labels, *given)
+            outputs = root_of(work.anchor, work, unit.name, labels, given)
             forward.roots.append(outputs[0].grad_fn)
             return dict(zip(small, outputs, strict=True))
-        handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], work.anchor.new_empty(0), *given)
+        handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
         forward.roots.append(handle.grad_fn)
         found = dict(zip(small, leaves, strict=True))
         for name in names:

@@ -138,7 +138,8 @@ class LossRules:
         """The norm of one flat shard (0-d)."""
         if self.is_inf:
             return grad_S.abs().max()
-        norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=torch.promote_types(grad_S.dtype, torch.float32))
+        wide = torch.promote_types(grad_S.dtype, torch.float32)
+        norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=None if wide == grad_S.dtype else wide)
         return norm
 
     def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
@@ -222,7 +223,5 @@ def agreed_buffers(rows_WN: Tensor, ranges: Sequence[int] = ()) -> Tensor:
 
 def mean_in_rank_order(rows: Tensor) -> Tensor:
     """The mean of the rows, which are added in order."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total * (1 / rows.shape[0])
+    first, *others = rows.unbind()
+    return sum(others, start=first) * (1 / rows.shape[0])

@@ -56,7 +56,7 @@ class AccumulationWindow(NamedTuple):
     is_sum: bool = False
     """Whether losses are sums."""
     is_bound: bool = False
-    """Whether the model is inside `bound_to` for all forwards and backwards, so that none of them enters it again."""
+    """Whether the model is bound for all forwards and backwards (`bound_throughout`), so that none of them binds it again."""
 
 
 # --- a step on a batch -------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
 def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
     """The forwards and backwards of an eager step. *Collective:* every rank."""
     window = _window(run, state, measures_early=True)
-    with random_state(state.rng, run.device) as rng:
+    with random_state(state.rng, run.device) as rng, bound_throughout(run, window) as window:
         for index, micro_batch in enumerate(micro_batches):
             loss, weight = forward(run, window, partial(_loss, run, micro_batch))
             # A mean is divided here. A sum is divided in the update, when all weights are known.
@@ -332,8 +332,7 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
         rest = map(run.rules.loss.of_shard, transfer.each(unknown))
         return (next(rest) if number is None else number for number in known)
 
-    has_all = run.plan.keeps_full_grads
-    shards = range(mesh.num_shards) if has_all else (mesh.shard,)
+    shards = range(mesh.num_shards) if run.plan.keeps_full_grads else (mesh.shard,)
     of_shard: Callable[[int], Iterable[Tensor]] = measured
     if run.stages is not None:
         rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
@@ -452,12 +451,23 @@ def _compares(run: StepRuntime, kind: str) -> bool:
 
 
 def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
-    if run.checkpointing is None or window.is_bound:
+    if run.checkpointing is None:
         return nullcontext()
     return run.checkpointing.applied(
         run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
         moving=run.learned.moving_buffers,
     )  # fmt: skip
+
+
+@contextmanager
+def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
+    """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
+    # What a forward has assigned to module buffers, or written into `.grad`, is known after its binding only.
+    if window.buffers or run.learned.own_grads is not None:
+        yield window
+        return
+    with run.binding.to(window.work.fetch, window.buffers):
+        yield window._replace(is_bound=True)
 
 
 @contextmanager

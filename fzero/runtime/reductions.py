@@ -121,7 +121,8 @@ class Reductions:
         flat_P, written = filling.flats[buffer.key], filling.written
         if mask is None and self._are_all(buffer, flat_P, grads, written):
             dense = [grad if grad.dim() == 1 else grad.view(-1) for grad in map(grads.__getitem__, buffer.layout.names)]
-            torch.cat([*dense, self._padding(buffer, flat_P)], out=flat_P)
+            padding = self._padding(buffer, flat_P)
+            torch.cat([*dense, padding] if padding is not None else dense, out=flat_P)
             written.update(grads)
             return
         parts = filling.parts.get(buffer.key)
@@ -163,12 +164,12 @@ class Reductions:
             return False
         return all(x.layout == torch.strided and x.dtype == flat_P.dtype and x.is_contiguous() for x in grads.values())
 
-    def _padding(self, buffer: FlatParamPlan, flat_P: Tensor) -> Tensor:
-        """The zeros at the end of a flat gradient."""
-        kind = flat_P.numel() - buffer.layout.numel, flat_P.dtype
-        if kind not in self._paddings:
-            self._paddings[kind] = flat_P.new_zeros(kind[0])
-        return self._paddings[kind]
+    def _padding(self, buffer: FlatParamPlan, flat_P: Tensor) -> Tensor | None:
+        """The zeros at the end of a flat gradient, if there are any."""
+        numel = flat_P.numel() - buffer.layout.numel
+        if numel and (numel, flat_P.dtype) not in self._paddings:
+            self._paddings[numel, flat_P.dtype] = flat_P.new_zeros(numel)
+        return self._paddings[numel, flat_P.dtype] if numel else None
 
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).

@@ -65,8 +65,9 @@ class Sequencer:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
+        with_ranges = _RANGES if is_recording() else ()
         for event in events:
-            if is_recording() and event.kind in _RANGES:
+            if event.kind in with_ranges:
                 with profiler_range(self._range_of(event), event.unit):
                     EXECUTORS[event.kind](self, event.unit)
             else:

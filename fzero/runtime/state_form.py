@@ -47,12 +47,17 @@ class StateForm:
         state: TrainState[Tensor],
         *,
         fix: str = "make it with this step's init(), or give its weights to init(params)",
-    ) -> None:
-        """Raises ValueError unless every tensor has this step's shape and dtype: another step may shard it differently."""
+    ) -> list[Any]:
+        """The tensors of a state.
+
+        Raises:
+            ValueError: a tensor has another shape or dtype than in this step. (Another step may shard it differently.)
+        """
         check_kind(
             "state", state, TrainState, "a TrainState", "pass that of init() or of the last step (load(...).state)"
         )
-        leaves, found = optree.tree_flatten(state)
+        flat: tuple[list[Any], Any] = optree.tree_flatten(state)  # type: ignore[arg-type]
+        leaves, found = flat
         if found != self.treespec:
             theirs = [accessor.codify("state") for accessor in optree.tree_accessors(state)]
             differing = min({*theirs} ^ {*self.names}, default="another structure")
@@ -61,7 +66,7 @@ class StateForm:
                 f"{fix}"
             )
         if [(leaf.shape, leaf.dtype) for leaf in leaves] == self.shapes:
-            return
+            return leaves
         for name, leaf, (shape, dtype) in zip(self.names, leaves, self.shapes, strict=True):
             if leaf.shape != shape or leaf.dtype != dtype:
                 check_not_donated(state)
@@ -69,6 +74,7 @@ class StateForm:
                     f"{name}: must be {dtype} of shape {shape} in this step ({self.job}), got {leaf.dtype} of shape "
                     f"{tuple(leaf.shape)}; {fix}"
                 )
+        return leaves
 
 
 def check_not_donated(state: TrainState[Tensor]) -> None:

@@ -267,7 +267,7 @@ class StepRuntime:
         """The names of the tensors of the model's other stages, if there are any, and of this one."""
         return () if self.stages is None else self.stages.names
 
-    @property
+    @cached_property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
         autocast = self.recipe.cfg.precision.autocast
@@ -288,8 +288,7 @@ class StepRuntime:
     def check_state(self, state: TrainState[Tensor]) -> None:
         """Raises ValueError unless every tensor has this step's shape and dtype, and is in memory or a file as planned."""
         _ = self.mesh  # raises on an AbstractAxis
-        self.form.check(state)
-        self.offload.check(self.form.names, optree.tree_leaves(state), self.form.leaves)
+        self.offload.check(self.form.names, self.form.check(state), self.form.leaves)
 
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""

@@ -68,10 +68,6 @@ class Hyper(NamedTuple):
         }
 
 
-Join = Callable[..., Pending]
-"""`fzero.verbs.start_join` of this buffer: takes this rank's updated shard, and `out`."""
-
-
 class Update(NamedTuple):
     """One flat buffer to be updated."""
 
@@ -86,7 +82,12 @@ class Update(NamedTuple):
     param: StoredTensor
     """This rank's shard of the model's parameters. If updated shards are all-gathered off the device (`joins`), the rank's
     whole part."""
-    join: Join
+    mesh: RankMesh
+
+    def join(self, updated_S: Tensor, *, out: Tensor) -> Pending:
+        """Starts to all-gather updated shards; see `fzero.verbs.start_join`."""
+        label = label_of("all_gather_params", self.buffer.key, "update")
+        return start_join(updated_S, self.buffer, self.mesh, out=out, label=label)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,8 +173,7 @@ class Updater:
             numbers = numbers_on(self.offload.runs_on(buffer) if is_away else self.offload.device)
             out = param if buffer.has_master else None
             at = partial(self._transform_at, buffer, hyper, *numbers, out)
-            join = partial(start_join, buffer=buffer, mesh=mesh, label=label_of("all_gather_params", key, "update"))
-            update = Update(buffer, grad, state.master.get(key, param), state.optimizer[key], at, param, join)
+            update = Update(buffer, grad, state.master.get(key, param), state.optimizer[key], at, param, mesh)
             (away if is_away else here).append(update)
         params, optimizer, pending = state.params, dict(state.optimizer), list[Pending]()
         for alike in self._alike(here):
