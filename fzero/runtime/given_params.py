@@ -16,7 +16,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from fzero.plans.plan import UnitPlan
+from fzero.plans.plan import FlatParamPlan, UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, pass_as_parameter, was_changed
@@ -94,6 +94,7 @@ class GivenParams:
         self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
         self._first: dict[str, list[ref[Tensor]]] = {}  # the leaves of each unit's first visit
+        self._views: dict[str, dict[str, Tensor]] = {}  # of trained buffers that are never gathered, which are cut once
 
     def begin(self, *, compares: bool) -> None:
         """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after."""
@@ -138,7 +139,7 @@ class GivenParams:
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
-            views |= unflatten(flat, buffer.layout)
+            views |= self._cut(buffer, flat, is_kept=work is not None and not forward.still)
         if seen:
             views |= {name: seen[name] for name in views if name in seen}
         leaves = views if work is None else views | self._leaves(unit, views, forward, work)
@@ -152,6 +153,14 @@ class GivenParams:
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         return Visit(unit.name, unit, leaves)
+
+    def _cut(self, buffer: FlatParamPlan, flat: Tensor, *, is_kept: bool) -> dict[str, Tensor]:
+        """The parameters of a flat buffer. Views that the model never gets itself, but as outputs of a node, may be kept."""
+        if not (is_kept and buffer.trainable) or buffer.flow.gathers_over:
+            return unflatten(flat, buffer.layout)
+        if buffer.key not in self._views:
+            self._views[buffer.key] = unflatten(flat, buffer.layout)
+        return self._views[buffer.key]
 
     def _leaves(self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: Work) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""

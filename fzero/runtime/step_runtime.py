@@ -267,7 +267,7 @@ class StepRuntime:
         """The names of the tensors of the model's other stages, if there are any, and of this one."""
         return () if self.stages is None else self.stages.names
 
-    @property
+    @cached_property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
         autocast = self.recipe.cfg.precision.autocast
