@@ -75,6 +75,7 @@ class Reductions:
         self._is_done = False  # whether a backward was the last one
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of the state's own gradients, which are cut once
         self._in_flight: deque[_Reduction] = deque()
         self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
@@ -127,7 +128,10 @@ class Reductions:
             return
         parts = filling.parts.get(buffer.key)
         if parts is None:
-            parts = filling.parts[buffer.key] = cut(flat_P, buffer)
+            parts = self._parts.get(buffer.key) if flat_P is self._grads[buffer.key] else cut(flat_P, buffer)
+            if parts is None:
+                parts = self._parts[buffer.key] = cut(flat_P, buffer)
+            filling.parts[buffer.key] = parts
         for name, grad in grads.items():
             if grad.layout != torch.strided:
                 grad = grad.to_dense()
@@ -149,7 +153,9 @@ class Reductions:
             grad = grad * mask.to(grad.dtype)
         if grad.dtype != target.dtype:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
-        if adds:  # in fp32, because the kernel rounds its factor to the tensors' dtype
+        if adds and target.dtype == grad.dtype == torch.float32:
+            target.add_(grad, alpha=self._grad_scale)
+        elif adds:  # in fp32, because the kernel rounds its factor to the tensors' dtype
             wide = torch.promote_types(target.dtype, torch.float32)
             torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
         elif self._grad_scale == 1:
