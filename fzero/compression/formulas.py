@@ -180,6 +180,9 @@ def uniform_noise(x: Tensor, salt: int, n: Number) -> Tensor:
 
 # --- masks ---------------------------------------------------------------------------------------------------------
 
+SORTED_AT_MOST = 1024
+"""Up to so many scores a sort is faster than a selection (on a CPU), which takes more operators."""
+
 
 def top_share(scores: Tensor, ratio: float) -> Tensor:
     """Whether each element is among the ⌈ratio · count⌉ largest (bool); of equal ones those that come first are kept.
@@ -192,6 +195,9 @@ def top_share(scores: Tensor, ratio: float) -> Tensor:
     num_kept = math.ceil(ratio * count)
     if num_kept == count:
         return torch.ones_like(scores, dtype=torch.bool)
+    if count <= SORTED_AT_MOST:
+        first = flat_N.sort(descending=True, stable=True).indices[:num_kept]
+        return torch.zeros_like(flat_N, dtype=torch.bool).scatter(0, first, True).reshape(scores.shape)
     least = torch.kthvalue(flat_N, count - num_kept + 1).values
     above, equal = flat_N > least, flat_N == least
     room = num_kept - above.sum()

@@ -76,7 +76,7 @@ class Shrink:
 
 
 class PulledGrad(NamedTuple):
-    """A gradient, to be multiplied by `mask` (bool, broadcasts) if there is one; whoever writes it does both in one pass."""
+    """A gradient, to be multiplied by `mask` if there is one (bools or numbers, broadcasts); its writer does both in one pass."""
 
     grad: Tensor
     mask: Tensor | None = None
@@ -143,9 +143,17 @@ class CompressionPlan:
         return {name: found, **of_scores}
 
     def made_masks(self, names: Iterable[str], n: int, tensors: Tensors) -> dict[str, Tensor]:
-        """The masks of the trained scores of some parameters, which `tensors` may have for `seen` and `pulled`: made once."""
-        masks = (x for name in names for x in self.params.get(name, ()) if x.scores and n >= x.offset)
-        return {mask.made: mask.mask(tensors) for mask in {mask.made: mask for mask in masks}.values()}
+        """The masks of some parameters, which `tensors` may have for `seen` and `pulled`: made once.
+
+        Args:
+            tensors: has the parameters, too.
+        """
+        found: dict[str, Tensor] = {}
+        for name in names:
+            for mask in self.params.get(name, ()):
+                if mask.made and n >= mask.offset and mask.made not in found:
+                    found[mask.made] = mask.make(tensors[name], tensors)
+        return found
 
     def on(self, name: str, n: int) -> bool:
         """Whether a forward with n updates behind it sees another value than the parameter's own."""

@@ -74,7 +74,7 @@ class Quantize:
 
     @property
     def made(self) -> None:
-        """The name of the mask that is made of its scores: none."""
+        """The name of the mask that it makes: none."""
         return None
 
     def bits(self, n: Number) -> Number:
@@ -143,15 +143,27 @@ class Mask:
 
     def mask(self, tensors: Tensors) -> Tensor:
         """The mask in the shape of its source (bool)."""
-        if not self.trained:
-            return tensors[self.source]
-        made = tensors.get(self.made)
-        return top_share(tensors[self.source], self.ratio) if made is None else made
+        source = tensors[self.source]
+        return top_share(source, self.ratio) if self.trained else source
 
     @property
     def made(self) -> str:
-        """The name under which `tensors` may have the mask of trained scores."""
+        """The name under which `tensors` may have what `make` returns."""
         return f"{self.source}, mask"
+
+    def make(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """The mask against the weight: bools, one for each element, or numbers of the dtype of `x`, weight or bias."""
+        mask = self.mask(tensors)
+        if self.kind == "sparse":
+            return mask
+        return (self.over(x, mask) if self.kind == "head" else mask).to(x.dtype)
+
+    def factor(self, x: Tensor, tensors: Tensors) -> Tensor:
+        """The mask against `x`: the one in `tensors`, or a new one."""
+        made = tensors.get(self.made)
+        if made is None:
+            made = self.make(x, tensors)
+        return made.reshape(-1) if self.of_bias else made
 
     def over(self, x: Tensor, mask: Tensor) -> Tensor:
         """A mask (or scores) in a shape that broadcasts against `x`."""
@@ -167,6 +179,8 @@ class Mask:
         is_on = n >= self.offset
         if is_on is False:
             return x
+        if is_on is True and not torch.is_grad_enabled():
+            return masked(x, self.factor(x, tensors))
         mask = self.mask(tensors)
         if isinstance(is_on, Tensor):
             mask = mask | ~is_on
@@ -179,7 +193,7 @@ class Mask:
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors) -> Pulled:
         """See the module, from the offset on: what is masked gets no gradient; a score gets that of its mask."""
         of_seen = grad.grad if grad.mask is None else masked(grad.grad, grad.mask)
-        found = PulledGrad(of_seen, self.over(of_seen, self.mask(tensors)))
+        found = PulledGrad(of_seen, self.factor(of_seen, tensors))
         if not self.trained:
             return Pulled(found, None)
         assert x is not None
@@ -205,8 +219,8 @@ class Mask:
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
-    """`x` times a mask of bools, which broadcasts."""
-    if mask.shape == x.shape and not torch.is_grad_enabled():
+    """`x` times a mask of bools or numbers, which broadcasts."""
+    if mask.dtype == torch.bool and mask.shape == x.shape and not torch.is_grad_enabled():
         return as_numbers(mask, x.dtype).mul_(x)
     return x * mask.to(x.dtype)
 

@@ -330,19 +330,23 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
+        masks: dict[str, Tensor] = {}
         for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
-            pulled = self.gathers.pulled(name, given.pop(name), self.plan.homes[name][0], self._need)
-            for own, part in pulled.items():
-                self._add(self.plan.homes[own][0].name, {own: part.grad}, part.mask)
-        self._add(unit, given)
+            pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
+            given[name], mask = pulled.pop(name)
+            if mask is not None:
+                masks[name] = mask
+            for scores, part in pulled.items():
+                self._add(self.plan.homes[scores][0].name, {scores: part.grad})
+        self._add(unit, given, masks)
 
-    def _add(self, unit: str, grads: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Adds gradients of a unit's parameters, times a mask, to its flat gradients."""
+    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> None:
+        """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
         for key, own in self._reductions.by_buffer(grads).items():
             if (buffer := self.plan.flats[key][1]).trainable:
                 if not self._reductions.has_begun(unit, key):
                     self._events.ask("collect", unit, key)
-                self._reductions.add(unit, buffer, own, mask)
+                self._reductions.add(unit, buffer, own, masks or {})
                 self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:

@@ -116,11 +116,15 @@ class Reductions:
         """Whether a flat gradient is being collected."""
         return key in self._filling[unit].flats
 
-    def add(self, unit: str, buffer: FlatParamPlan, grads: Mapping[str, Tensor], mask: Tensor | None = None) -> None:
-        """Adds gradients of parameters of one flat buffer, by name, times a mask (bool, broadcasts), to its flat gradient."""
+    def add(self, unit: str, buffer: FlatParamPlan, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """Adds gradients of parameters of one flat buffer, by name, to its flat gradient.
+
+        Args:
+            masks: the gradients that have one are multiplied by it (bools or numbers, broadcasts).
+        """
         self.has_come, filling = True, self._filling[unit]
         flat_P, written = filling.flats[buffer.key], filling.written
-        if mask is None and self._are_all(buffer, flat_P, grads, written):
+        if masks.keys().isdisjoint(grads) and self._are_all(buffer, flat_P, grads, written):
             dense = [grad if grad.dim() == 1 else grad.view(-1) for grad in map(grads.__getitem__, buffer.layout.names)]
             padding = self._padding(buffer, flat_P)
             torch.cat([*dense, padding] if padding is not None else dense, out=flat_P)
@@ -136,13 +140,14 @@ class Reductions:
             if grad.layout != torch.strided:
                 grad = grad.to_dense()
             target = parts[name] if grad.dim() == 1 else parts[name].view(grad.shape)
-            self._write(target, grad, mask, adds=name in written)
+            self._write(target, grad, masks.get(name), adds=name in written)
             written.add(name)
 
     def _write(self, target: Tensor, grad: Tensor, mask: Tensor | None, *, adds: bool) -> None:
         """Writes a gradient times its factor and mask to its part of a flat gradient, or adds it."""
         if mask is not None and grad.dtype == target.dtype and not adds:
-            if mask.shape == grad.shape:  # a product in memory of its own would be written and read once more
+            if mask.dtype == torch.bool and mask.shape == grad.shape:
+                # A product in memory of its own would be written and read once more.
                 target.copy_(mask.view(torch.uint8)).mul_(grad)  # bytes are converted many times faster than bools
             else:
                 torch.mul(grad, mask.to(grad.dtype), out=target)
@@ -287,8 +292,11 @@ class Reductions:
 def cut(flat_P: Tensor, buffer: FlatParamPlan) -> dict[str, Tensor]:
     """The parts of a flat gradient, by parameter; zeros the padding."""
     layout = buffer.layout
+    if len(layout.names) == 1 and flat_P.numel() == layout.numel:
+        return {layout.names[0]: flat_P}
     *parts, padding = flat_P.split_with_sizes([*layout.numels, flat_P.numel() - layout.numel])
-    padding.zero_()
+    if padding.numel():
+        padding.zero_()
     return dict(zip(layout.names, parts))
 
 

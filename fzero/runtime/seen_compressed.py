@@ -47,8 +47,8 @@ def kept_units(plan: Plan, names: Collection[str]) -> frozenset[str]:
     """
     room, kept = plan.max_live - plan.unit_rules.most_gathered(), set[str]()
     for unit in plan.units:
-        numel = sum(seen_numel(unit, names).values())
-        if numel and unit.gathered_numel and numel <= room:
+        numel = sum(seen_numel(unit, names).values()) if unit.gathered_numel else 0
+        if 0 < numel <= room:
             room -= numel
             kept.add(unit.name)
     return frozenset(kept)
@@ -71,9 +71,10 @@ class SeenCompressed(SeenParams):
     def __init__(
         self, plan: CompressionPlan, n: int, buffers: Mapping[str, Tensor], *, units: Plan | None = None
     ) -> None:
-        self._plan, self._n, self._buffers = plan, n, buffers
+        self._plan, self._n = plan, n
         self._by_unit: dict[str, dict[str, Tensor]] = {}
-        self._masks: dict[str, Tensor] = {}  # of the trained scores of those units
+        self._buffers = buffers
+        self._masks: dict[str, Tensor] = {}  # of those units, as they were made
         self.is_on = {name for name in plan.params if plan.on(name, n)}
         self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()
         self.scored = frozenset(name for name in self.is_on if plan.scores_of(name))
@@ -100,19 +101,30 @@ class SeenCompressed(SeenParams):
 
     def _computed(self, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         with torch.no_grad():
-            tensors = {**self._buffers, **full}
-            if self.scored:
-                self._masks |= (made := self._plan.made_masks(names, self._n, tensors))
-                tensors |= made
+            tensors = {**full}
+            for name in names:
+                tensors |= self._reads(name)
+            made = self._plan.made_masks(names, self._n, tensors)
+            self._masks |= made
+            tensors |= made
             return {name: self._plan.seen(name, full[name], self._n, tensors) for name in names}
+
+    def _reads(self, name: str) -> dict[str, Tensor]:
+        """The masks that the techniques of a parameter read: buffers, and those that were made."""
+        found: dict[str, Tensor] = {}
+        for technique in self._plan.params[name]:
+            for key, home in ((technique.reads, self._buffers), (technique.made, self._masks)):
+                if key is not None and key in home:
+                    found[key] = home[key]
+        return found
 
     def forget(self, unit: str) -> dict[str, Tensor]:
         """Drops the values of a unit that is released, unless they are kept, and returns them."""
         values = {} if unit in self._kept else self._by_unit.pop(unit, {})
         if self._masks:
             for name in values:
-                for mask in self._plan.params[name]:
-                    self._masks.pop(mask.made or "", None)
+                for technique in self._plan.params[name]:
+                    self._masks.pop(technique.made or "", None)
         return values
 
     def close(self) -> None:
@@ -132,5 +144,4 @@ class SeenCompressed(SeenParams):
             return {name: PulledGrad(grad)}
         with torch.no_grad():
             given = full((name, *self._plan.scores_of(name))) if name in self.scored else {}
-            tensors = {**self._buffers, **given, **self._masks}
-            return self._plan.pulled(name, grad, self._n, tensors, lambda: given[name])
+            return self._plan.pulled(name, grad, self._n, {**given, **self._reads(name)}, lambda: given[name])

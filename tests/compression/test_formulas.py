@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given, strategies as st
 
+from fzero.compression import formulas
 from fzero.compression.formulas import bits_at, quantize, share_at, top_share, uniform_noise
 from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
@@ -64,9 +66,11 @@ def test_a_group_has_at_most_2_to_the_bits_values(
 @given(st.integers(1, 60), st.floats(0.01, 1.0), st.integers(0, 99))
 def test_a_mask_keeps_the_share_rounded_up_and_the_first_of_equal_scores(count: int, ratio: float, seed: int) -> None:
     scores = torch.randint(0, 5, (count,), generator=torch.Generator().manual_seed(seed)).float()
-    mask = top_share(scores, ratio)
     order = scores.argsort(descending=True, stable=True)[: math.ceil(ratio * count)]
-    assert sorted(order.tolist()) == mask.nonzero().reshape(-1).tolist()
+    for most in (0, count):  # by a selection, and by a sort
+        with mock.patch.object(formulas, "SORTED_AT_MOST", most):
+            mask = top_share(scores, ratio)
+        assert sorted(order.tolist()) == mask.nonzero().reshape(-1).tolist()
 
 
 @given(st.integers(0, 40), st.integers(3, 16), st.integers(0, 6), st.integers(1, 5))
@@ -110,6 +114,25 @@ def test_gradients_by_hand_are_those_of_autograd(kind: str, n: int) -> None:
         torch.testing.assert_close(torch.zeros_like(scores) if grads[1] is None else grads[1], expected)
         with torch.no_grad():
             assert torch.equal(seen.detach(), mask.seen(x, {"scores": scores}, n))
+
+
+@pytest.mark.parametrize("trained", [True, False], ids=["scores", "l1"])
+@pytest.mark.parametrize("names", [("w", "b"), ("b", "w")], ids=" ".join)
+def test_a_mask_that_is_made_once_has_the_bits_of_a_new_one(names: tuple[str, ...], trained: bool) -> None:
+    torch.manual_seed(0)
+    tensors = {"w": torch.randn(6, 6).bfloat16(), "b": torch.randn(6)}
+    tensors["source"] = torch.randn(6, 1) if trained else torch.rand(6, 1) > 0.5
+    both = {name: (Mask("row", 0.5, "source", trained, of_bias=name == "b"),) for name in names}
+    plan = CompressionPlan(both)
+    with torch.no_grad():
+        made = plan.made_masks(names, 0, tensors)
+        assert len(made) == 1
+        for name in names:
+            x = tensors[name]
+            seen = plan.seen(name, x, 0, tensors | made)
+            assert seen.dtype == x.dtype and torch.equal(seen, plan.seen(name, x, 0, tensors))
+            kept, new = (plan.pulled(name, x, 0, of, lambda x=x: x)[name].mask for of in (tensors | made, tensors))
+            assert kept is not None and new is not None and torch.equal(x * kept, x * new)
 
 
 @pytest.mark.parametrize("technique", [Quantize(2, 5, 1, 2), Quantize(4, 8, 1, 2, 3, False, 0.1, 5)])
