@@ -41,7 +41,6 @@ from sharding.dtypes import itemsize
 from sharding.transfer import in_one_order, merged
 from sharding.views import torch_dtype
 
-
 MOST_GEOMETRIES = 16
 """How many lists of moves a plan remembers. Adjacent units have few different ones."""
 
@@ -75,7 +74,7 @@ class Flow:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All that its moves depend on. Names are not among it where both tensors have one order, so that equal blocks are equal."""
+        """All that its moves depend on. Without the names where both tensors have one order: so it is the same for equal blocks."""
         old, new = self.source.layout, self.target.layout
         layouts = (old.partition, new.partition) if in_one_order(old, new) else (old, new)
         made = None if self.master is None else self.master.num_shards
