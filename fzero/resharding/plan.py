@@ -74,7 +74,7 @@ class Flow:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All that its moves depend on. Without the names where both tensors have one order: so it is the same for equal blocks."""
+        """All that its moves depend on. Where both tensors have one order, that is no name: equal blocks have equal ones."""
         old, new = self.source.layout, self.target.layout
         layouts = (old.partition, new.partition) if in_one_order(old, new) else (old, new)
         made = None if self.master is None else self.master.num_shards
