@@ -143,6 +143,16 @@ def merged(moves: Iterable[Move]) -> Iterator[Move]:
         yield last
 
 
+def in_one_order(old: FlatLayout, new: FlatLayout) -> bool:
+    """Whether both layouts have the same parameters in the same order. Then all elements are one run, whatever their names.
+
+    >>> old, new = (FlatLayout(("v", "w"), ((2,), (6,)), world_size=w) for w in (2, 4))
+    >>> in_one_order(old, new)
+    True
+    """
+    return old.names == new.names and old.numels == new.numels
+
+
 def _adjoin(first: Move, second: Move) -> bool:
     end = (first.source_rank, first.source_stop, first.target_rank, first.target_stop)
     return end == (second.source_rank, second.source_start, second.target_rank, second.target_start)
@@ -167,7 +177,7 @@ def _bounds(layout: FlatLayout, ranks: range) -> tuple[int, int]:
 
 def _runs_to(old: FlatLayout, new: FlatLayout, ranks: range) -> list[_Run]:
     """The fragments, of parameters of both layouts, in the new shards of consecutive ranks, sorted by target."""
-    if old.names == new.names and old.numels == new.numels:  # in one order all are one run
+    if in_one_order(old, new):
         start, stop = _bounds(new, ranks)
         return [_Run(start, start, min(stop, new.numel) - start)] if start < min(stop, new.numel) else []
     found = _shared(new, old, *_bounds(new, ranks)) if ranks else ()

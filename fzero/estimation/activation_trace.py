@@ -69,6 +69,8 @@ class TraceEvent(NamedTuple):
     most: int = 0  # the peak of activations
     now: int = 0  # activations when the event starts
     work: tuple[OperatorCost, ...] = ()
+    most_kept: int = 0  # `most` and `now` if checkpointed inputs stayed on the device
+    now_kept: int = 0
     waiting: int = 0  # the peak of checkpointed inputs in host memory
     leaves: int = 0  # such inputs that are copied to host memory
     returns: int = 0  # and those that are copied back
@@ -91,17 +93,30 @@ class ActivationTrace:
             self._seconds[machine] = tuple(sum(work.seconds(machine) for work in event.work) for event in self.events)
         return self._seconds[machine]
 
+    def without_moves(self) -> ActivationTrace:
+        """The same micro-step with checkpointed inputs that stay on the device."""
+        events = tuple(
+            event._replace(most=event.most_kept, now=event.now_kept, waiting=0, leaves=0, returns=0)
+            for event in self.events
+        )
+        return ActivationTrace(max(event.most for event in events), self.flops, events, self.sizes)
+
     @property
     def host_nbytes(self) -> int:
         """The peak of checkpointed inputs in host memory, in bytes."""
         return max((event.waiting for event in self.events), default=0)
 
 
+class _Owner:
+    """Lives as long as one of the storages that would be one if checkpointed inputs stayed on the device."""
+
+
 class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the storages that operators allocate in the body, and their floating point operations.
 
     (`FlopCounterMode` would keep alive the tensors that checkpointed modules recompute.) `moves` copies checkpointed inputs to
-    host memory and back, and counts them there.
+    host memory and back, and counts them there. "kept" are the bytes on the device if they stayed: an input and its copies
+    count once, until the last of them is freed.
     """
 
     def __init__(self) -> None:
@@ -112,6 +127,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._event, self._work = TraceEvent("begin"), list[OperatorCost]()
         self._held, self._peak = Counter[str](), Counter[str]()  # bytes by memory: now, and the most of this event
         self._copying, self._copied_since = "", Counter[str]()
+        self._copied_from: Any = None  # a storage
+        self._owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
@@ -127,6 +144,7 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends the current event and begins the next."""
         peak, copied = self._peak, self._copied_since
         ended = self._event._replace(most=peak["device"], now=self._held["device"], work=tuple(self._work))
+        ended = ended._replace(most_kept=peak["kept"], now_kept=self._held["kept"])
         self.events.append(ended._replace(waiting=peak["host"], leaves=copied["leaves"], returns=copied["returns"]))
         self._event, self._work = TraceEvent(kind, name), []
         self._peak, self._copied_since = self._held.copy(), Counter()
@@ -134,6 +152,8 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF:  # two of three calls; autograd asks for the device of each tensor
+            return args[0].fake_device
         out = func(*args, **(kwargs or {}))
         flops = flops_of_call(func, args, kwargs or {}, out)
         self.flops += flops
@@ -147,23 +167,33 @@ class ActivationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _add(self, storage: Any, nbytes: int) -> None:
-        memory = "device"
-        if self._copying == "leaves":
-            memory, nbytes = "host", pinned_nbytes(nbytes)
+        if self._copying:
+            owner = self._owners.get(self._copied_from)  # None: it is ignored
+        else:
+            owner = _Owner()
+            self._hold(owner, "kept", nbytes)
+        if owner is not None:
+            self._owners[storage] = owner
+        is_host = self._copying == "leaves"
+        self._hold(storage, "host" if is_host else "device", pinned_nbytes(nbytes) if is_host else nbytes)
+
+    def _hold(self, thing: Any, memory: str, nbytes: int) -> None:
+        """Counts bytes until a storage or an owner is freed."""
         self._held[memory] += nbytes
         self._peak[memory] = max(self._peak[memory], self._held[memory])
-        weakref.finalize(storage, self._held.subtract, {memory: nbytes})
+        weakref.finalize(thing, self._held.subtract, {memory: nbytes})
 
     def _copied(self, direction: Literal["leaves", "returns"], x: Tensor) -> Tensor:
         """A copy between the device and host memory; it occupies the host link, and so adds no `OperatorCost`."""
-        self._copying = direction
+        self._copying, self._copied_from = direction, x.untyped_storage()
         self._copied_since[direction] += x.nbytes
         try:
             return x.clone()
         finally:
-            self._copying = ""
+            self._copying, self._copied_from = "", None
 
 
+_DEVICE_OF = torch.ops.prim.device.default
 _FUNCTIONS = ("_norm", "softmax", "gelu", "silu", "tanh", "sigmoid", "exp", "erf", "sum", "mean", "div")
 """Parts of the names of operators that compute for longer than they move bytes."""
 _MOVES_NOTHING = ("empty", "_unsafe_view", "lift_fresh", "_reshape_alias", "detach")
@@ -397,14 +427,15 @@ class Activations:
         with suppress(ValueError):
             self.has_units = bool(choose_modules(model, 1, blocks=blocks_of(model)))
         self._trace = cache(
-            lambda checkpoint, on_host: trace_activations(
-                model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=on_host, device=device
+            lambda checkpoint: trace_activations(
+                model, cfg, batch, loss_fn=loss_fn, checkpoint=checkpoint, on_host=checkpoint, device=device
             )
         )
+        self._without_moves = cache(lambda: self._trace(True).without_moves())
 
     def of(self, *, checkpoints: bool, on_host: bool = False) -> ActivationTrace:
         """The trace with or without checkpointed units, whose inputs are kept in host memory (`on_host`) or on the device."""
-        return self._trace(checkpoints, checkpoints and on_host)
+        return self._without_moves() if checkpoints and not on_host else self._trace(checkpoints)
 
     def of_config(self, cfg: Config) -> ActivationTrace:
         """The trace with the checkpointing of a configuration."""

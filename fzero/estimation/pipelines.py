@@ -256,20 +256,28 @@ class PipelinePlanner:
         traced = self.traced
         steps = traced.cfg.gradient_accumulation_steps or 1
         number = micro_batches or (steps if steps > 1 else 4 * stages)
-        planned = plan_order(order, stages, number)
         layers = traced.of(world_size // stages)
         if bounds is None:
-            if len(layers.costs) < planned.num_chunks:
-                raise ConfigError(
-                    f"pipeline: stages (times chunks of each) must be at most the number of layers, {len(layers.costs)}, got "
-                    f"{planned.num_chunks}; use fewer stages"
-                )
+            _check_enough(
+                layers, stages
+            )  # a stage has one chunk at least, and the order of many stages takes long to check
+        planned = plan_order(order, stages, number)
+        if bounds is None:
+            _check_enough(layers, planned.num_chunks)
             held = [_held(planned, chunk) for chunk in range(planned.num_chunks)]
             limit = device_nbytes if planned.num_chunks == stages else device_nbytes * stages / planned.num_chunks
             found = partition_by_cost(layers.costs, planned.num_chunks, in_flight=held, nbytes=limit)
         else:
             found = check_bounds(bounds, len(layers.costs), planned.num_chunks)
         return _planned(traced, layers, planned, found)
+
+
+def _check_enough(layers: PlannedLayers, num_chunks: int) -> None:
+    if len(layers.costs) < num_chunks:
+        raise ConfigError(
+            f"pipeline: stages (times chunks of each) must be at most the number of layers, {len(layers.costs)}, got "
+            f"{num_chunks}; use fewer stages"
+        )
 
 
 def _planned(traced: TracedLayers, layers: PlannedLayers, order: PipeOrder, bounds: Bounds) -> PipelinePlan:

@@ -58,14 +58,13 @@ def _traced(plan: Plan, trace: ActivationTrace, machine: MachineModel) -> Iterat
     before = Part("begin")
     for index, (event, seconds) in enumerate(zip(events, trace.seconds(machine), strict=True)):
         unit, buffer = homes.get(event.name, (None, None))
-        part = Part(event.kind, "", "", False, 0, event.most, event.now, seconds, *event[-3:])
+        kind, name, key, ends, numel = event.kind, "", "", False, 0
         if unit is not None and buffer is not None:
-            part = part._replace(unit=unit.name)
-            if event.kind == "unpack" and not buffer.flow.gathers_over:
-                part = part._replace(kind="use")
-            if event.kind == "grad":
-                numel = math.prod(buffer.layout.shape(event.name))
-                part = part._replace(key=buffer.key, ends=last[unit.name] == index, numel=numel)
+            name = unit.name
+            if kind == "grad":
+                key, ends, numel = buffer.key, last[name] == index, math.prod(buffer.layout.shape(event.name))
+        is_here = kind == "unpack" and buffer is not None and not buffer.flow.gathers_over
+        part = Part("use" if is_here else kind, name, key, ends, numel, event.most, event.now, seconds, *event[-3:])
         if before[:3] == part[:3] and not before.ends:  # repeated events of one unit become one part
             before = part._replace(
                 numel=before.numel + part.numel, most=max(before.most, part.most), seconds=before.seconds + seconds,

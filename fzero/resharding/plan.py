@@ -38,8 +38,11 @@ from fzero.resharding.tensors import (
 )
 from sharding import FlatLayout, Move, TensorSpec, moves_between, moves_from, moves_to
 from sharding.dtypes import itemsize
-from sharding.transfer import merged
+from sharding.transfer import in_one_order, merged
 from sharding.views import torch_dtype
+
+MOST_GEOMETRIES = 16
+"""How many lists of moves a plan remembers. Adjacent units have few different ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,9 +74,11 @@ class Flow:
 
     @property
     def geometry(self) -> tuple[Any, ...]:
-        """All that its moves depend on."""
-        tensors = (self.source, self.target, *(() if self.master is None else (self.master,)))
-        return self.stages, *((tensor.layout, tensor.num_shards) for tensor in tensors)
+        """All that its moves depend on. Where both tensors have one order, that is no name: equal blocks have equal ones."""
+        old, new = self.source.layout, self.target.layout
+        layouts = (old.partition, new.partition) if in_one_order(old, new) else (old, new)
+        made = None if self.master is None else self.master.num_shards
+        return self.stages, *layouts, self.source.num_shards, self.target.num_shards, made
 
     def takes(self, holder: int, fine_shard: int) -> bool:
         """Whether a new rank that holds a fine shard gets it from the old ones."""
@@ -122,7 +127,7 @@ class ReshardPlan:
     _latest: dict[tuple[Any, ...], tuple[Move, ...]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    """A cache of one entry: the moves of one process. The tensors of a flat buffer differ in nothing that moves depend on."""
+    """A cache of the moves of processes, by geometry: the tensors of a flat buffer, and of equal blocks, have the same."""
 
     def __post_init__(self) -> None:
         for stages, attribute in ((self.senders, "_sends"), (self.receivers, "_receives")):
@@ -145,7 +150,8 @@ class ReshardPlan:
             return merged(chain(copies, self._sent(flow)))
         alike = process, *flow.geometry
         if alike not in self._latest:
-            self._latest.clear()
+            if len(self._latest) == MOST_GEOMETRIES:
+                self._latest.clear()
             self._latest[alike] = tuple(merged(chain(self._copies(flow, process), self._sent_by_or_to(flow, process))))
         return iter(self._latest[alike])
 

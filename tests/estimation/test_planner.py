@@ -568,6 +568,7 @@ def test_inputs_that_wait_in_host_memory_are_planned_as_a_running_step_moves_the
     assert traced.host_nbytes == num_moved * pinned_nbytes(of_one)
     here = trace_activations(model, cfg, batch, on_host=False)
     assert here.host_nbytes == 0 and here.flops == traced.flops and here.nbytes > traced.nbytes
+    assert traced.without_moves() == here, "one trace serves both"
 
 
 def test_inputs_in_host_memory_count_there_and_their_copies_take_time() -> None:
