@@ -45,7 +45,7 @@ nightly: env  ## the property tests, with ten times the examples, the zoo with a
 	ZOO_SEED=$$seed HYPOTHESIS_PROFILE=nightly $(BIN)/python -m pytest -m "property or nightly or long" $(ARGS)
 	$(MAKE) memcheck
 
-memcheck: env  ## all tests under a malloc that finds stale writes, with NaN in new memory; Inductor's kernels and chosen jobs under others: hours; ARGS="--tests tests/storage/test_stream.py"
+memcheck: env  ## the tests of `make test` under a malloc that finds stale writes, with NaN in new memory; Inductor's kernels and chosen jobs under others; ARGS="--long" or "--tests tests/storage"
 	$(BIN)/python tests/support/memcheck.py $(ARGS)
 
 mutants: env  ## the share of small faults in the core rooms that the tests find: an hour; ARGS="--only finish"

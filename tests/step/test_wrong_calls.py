@@ -109,6 +109,10 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: fzero.plan(two(), CFG, units="0"),
         r"units: must be a list of names, got '0'; pass \['0'\]",
     ),
+    "no rank": (
+        lambda: fzero.plan(two(), CFG, world_size=0),
+        "world_size: must be a positive integer, got 0; say how many ranks",
+    ),
     "units as numbers": (lambda: step_of(units=[0, 1]), "units: must be a list of names, got 0; pass names of modules"),
     "units as a number": (lambda: step_of(units=3), "units: must be a list of names, got 3"),
     "units as classes": (lambda: step_of(units=[nn.Linear]), "units: must be a list of names, got the class Linear"),

@@ -1,7 +1,8 @@
 """The tests under a malloc that finds stale writes (quarantine.c), then Inductor's kernels under AddressSanitizer and chosen jobs
 under valgrind. `make memcheck` runs it.
 
-    python tests/support/memcheck.py                                  everything; hours on two cores
+    python tests/support/memcheck.py                                  the tests of `make test`, and the other two parts
+    python tests/support/memcheck.py --long                           with the long tests: many hours on two cores
     python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and nothing else
     python tests/support/memcheck.py --kernels                        AddressSanitizer only
     python tests/support/memcheck.py --valgrind                       valgrind only: about a quarter of an hour
@@ -35,11 +36,12 @@ SIMPLE = {  # instructions that valgrind knows
     "OMP_NUM_THREADS": "1",
 }
 KERNELS = ("tests/graph", "tests/comms/test_primitives.py")
-CORRUPTED = ("malloc():", "free():", "corrupted", "Segmentation fault", "Fatal Python error")
+CORRUPTED = ("malloc():", "free():", "corrupted", "Segmentation fault", "Fatal Python error", "crashed while running")
+TESTS_RAN = (0, 1)  # pytest's codes where all tests ran: some may have failed
 
 
-def quarantine(tests: list[str]) -> list[str]:
-    """Runs tests under quarantine.c; returns what was found."""
+def quarantine(tests: list[str], *, with_long: bool = False) -> list[str]:
+    """Runs tests under quarantine.c, on all cores; returns what was found."""
     library, log = OUT / "quarantine.so", OUT / "quarantine.log"
     build = [
         "cc",
@@ -53,15 +55,19 @@ def quarantine(tests: list[str]) -> list[str]:
     ]
     subprocess.run(build, check=True)
     log.unlink(missing_ok=True)
-    environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-p", "filled", "-m", "not nightly", "-rf", *tests]
+    environment = {"HYPOTHESIS_PROFILE": "short"} | os.environ
+    environment |= {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log), "OMP_NUM_THREADS": "1"}
+    chosen = "not nightly" if with_long else "not long and not nightly"
+    command = [
+        sys.executable, "-m", "pytest", "-p", "filled", "-n", "logical", "--dist", "worksteal", "-m", chosen, "-rf", *tests,
+    ]  # fmt: skip
     with (OUT / "pytest.log").open("w") as out:
         code = subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=subprocess.STDOUT).returncode
     text = (OUT / "pytest.log").read_text()
     print("\n".join(text.splitlines()[-20:]))
     found = [line for line in text.splitlines() if any(word in line for word in CORRUPTED)]
-    if code < 0:
-        found.append(f"pytest was ended by signal {-code}")
+    if code not in TESTS_RAN:
+        found.append(f"pytest ended with {code}, so not all tests ran: see {OUT / 'pytest.log'}")
     if log.exists():
         found += [line for line in log.read_text().splitlines() if line.startswith("== quarantine")]
     return found
@@ -113,7 +119,10 @@ def valgrind() -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tests", nargs="+", default=[], help="tests as pytest names them; all by default")
+    parser.add_argument(
+        "--tests", nargs="+", default=[], help="tests as pytest names them; those of `make test` by default"
+    )
+    parser.add_argument("--long", action="store_true", help="run the long tests, too")
     parser.add_argument("--kernels", action="store_true", help="Inductor's kernels under AddressSanitizer only")
     parser.add_argument("--valgrind", action="store_true", help="valgrind only")
     args = parser.parse_args()
@@ -121,7 +130,7 @@ def main() -> int:
         parser.error("valgrind: must be installed (apt-get install valgrind), or pass --tests")
     OUT.mkdir(parents=True, exist_ok=True)
     is_all = not (args.tests or args.kernels or args.valgrind)
-    found = quarantine(args.tests) if args.tests or is_all else []
+    found = quarantine(args.tests, with_long=args.long) if args.tests or is_all else []
     if args.kernels or is_all:
         found += kernels()
     if args.valgrind or is_all:

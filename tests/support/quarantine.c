@@ -20,6 +20,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -57,6 +58,7 @@ static void report(const char *fault, Block *block, size_t at) {
   inside++;
   const char *path = getenv("QUARANTINE_LOG"), *test = getenv("PYTEST_CURRENT_TEST");
   int out = path ? open(path, O_CREAT | O_WRONLY | O_APPEND, 0644) : 2;
+  if (path) flock(out, LOCK_EX); /* all processes and threads write to one file */
   unsigned char *bytes = (unsigned char *)(block + 1);
   char text[1024];
   int n = snprintf(text, sizeof text,
@@ -68,7 +70,7 @@ static void report(const char *fault, Block *block, size_t at) {
   dprintf(out, "%s\nmade by\n", text), backtrace_symbols_fd(block->made, block->num_made, out);
   dprintf(out, "freed by\n"), backtrace_symbols_fd(block->freed, block->num_freed, out);
   dprintf(out, "found by\n"), backtrace_symbols_fd(found, backtrace(found, 30), out);
-  if (path) close(out);
+  if (path) flock(out, LOCK_UN), close(out); /* unlocked by name: a fork may hold the file open */
   inside--;
 }
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import memcheck
 import pytest
 
 HARM = """
@@ -76,3 +77,25 @@ tripwire.look()
 
 def test_a_program_without_fault_is_let_alone(library: Path) -> None:
     assert not found(library, "ctypes.memset(x, 1, 40); libc.free(x)")
+
+
+def test_a_run_in_which_no_test_ran_is_not_clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memcheck, "OUT", tmp_path)
+    for code, num_found in {0: 0, 1: 0, 4: 1, 5: 1, -11: 1}.items():  # 5: no test was chosen
+        ended = subprocess.CompletedProcess([], code)
+        monkeypatch.setattr(subprocess, "run", lambda *args, ended=ended, **kwargs: ended)
+        assert len(memcheck.quarantine([])) == num_found
+
+
+def test_reports_of_several_processes_do_not_mix(library: Path) -> None:
+    log = library.with_suffix(".log")
+    log.unlink(missing_ok=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "QUARANTINE_LOG": str(log)}
+    code = HARM + "for _ in range(200): x = libc.malloc(40); ctypes.memset(x + 40, 1, 1); libc.free(x)"
+    jobs = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(4)]
+    assert [job.wait() for job in jobs] == [0] * 4
+    parts = ["== quarantine", "made by", "freed by", "found by"]
+    heads = [line for line in log.read_text().splitlines() if line.startswith(tuple(parts))]
+    num_reports = 4 * 200 * 2  # each write is found when the block is freed, and again when it leaves
+    assert len(heads) == num_reports * len(parts)
+    assert all(head.startswith(part) for head, part in zip(heads, parts * num_reports, strict=True))
