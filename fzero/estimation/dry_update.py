@@ -29,7 +29,8 @@ def update(ledger: MemoryLedger) -> None:
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
     ledger.label = "update"
     for buffer in trained:
-        ledger.touch(ledger.nbytes_of(buffer.grads), "norm")  # also if offloaded, before it leaves the device
+        nbytes = buffer.shard_numel * itemsize(buffer.dtypes.grad)
+        ledger.touch(nbytes, "norm")  # also if offloaded, before it leaves the device
     if plan.world_size > 1:
         axis = plan.mesh.names[0] if len(plan.mesh.names) == 1 else WORLD
         ledger.lanes.wait("norm", ledger.lanes.start("collective", "norm", ledger.machine.latency, axis=axis))

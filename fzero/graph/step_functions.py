@@ -14,6 +14,7 @@ ranks, A micro-steps.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -80,7 +81,7 @@ class StepFunctions:
         self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
         self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
         self.axes = _by_group(self._graph)
-        self._rules, self._num_micro_steps, self._stage = rules, plan.num_micro_steps, plan.stage
+        self._rules, self._num_micro_steps = rules, plan.num_micro_steps
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
         self._transforms, self._kind_of = transforms, kind_of
         how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress, "drop": drop}
@@ -250,18 +251,10 @@ class StepFunctions:
             param.copy_(start_join(updated, flat, self._graph, label=label).wait())
 
     def _norm_parts(self, reduced: dict[str, Tensor]) -> Tensor:
-        rules, graph = self._rules.loss, self._graph
-        cut = [flat for flat in self._trained if flat.shard_numel]
-
-        def measured(shard: int) -> list[Tensor]:
-            start_of = [(flat, shard * flat.shard_numel) for flat in cut]
-            return [rules.of_shard(reduced[flat.key][start : start + flat.shard_numel]) for flat, start in start_of]
-
-        def stack(part: Tensor) -> Tensor:
-            return graph.stack(part, label=Label("norm"))
-
-        shards = range(graph.num_shards) if self._stage == 0 else (0,)  # `reduced` holds all, or this rank's alone
-        return norm_parts(rules, measured, shards, graph.num_shards, stack=stack, device=self._device)
+        own = (self._ranks.own(reduced[flat.key], flat.shard_numel) for flat in self._trained if flat.shard_numel)
+        stack = partial(self._graph.stack, label=Label("norm"))
+        measured = map(self._rules.loss.of_shard, own)
+        return norm_parts(self._rules.loss, measured, self._graph.num_shards, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, by the rule of the eager step. It also sends those that did not change."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -119,7 +119,7 @@ def find_class(name: str) -> type:
 
 # --- updates of narrow numbers -----------------------------------------------------------------------------------
 
-TILE = 1 << 18
+TILE = 1 << 19
 """Elements that are updated at a time, so that their temporary tensors fit into the processor's cache."""
 
 
@@ -164,19 +164,20 @@ def mixed_precision(
 
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         leaves, treespec = optree.tree_flatten(state)
-        dtype = _wide_dtype(param)
-        numel = param.numel()
+        dtype, numel = _wide_dtype(param), param.numel()
         size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
-        starts = range(0, numel, size) if numel > size else (0,)
-        widen = _widener(dtype, size) if len(starts) > 1 else lambda x, _: x.to(dtype)
-        for start in starts:
-            tile_of = partial(_tile, start=start, size=size if len(starts) > 1 else None)
-            wide_grad, narrow_param = widen(tile_of(grad), "grad"), tile_of(param)
-            if factor is not None:
-                wide_grad.mul_(factor.to(dtype))
-            # Counters advance once, with the last tile.
-            is_last = start == starts[-1]
-            old = [tile_of(x) if long else x if is_last else x.clone() for x, long in zip(leaves, is_long, strict=True)]
+        num_tiles = -(-numel // size) if numel > size else 1
+        widen = _widener(dtype, size) if num_tiles > 1 else lambda x, _: x.to(dtype)
+        wide_factor = None if factor is None else factor.to(dtype)
+        tiles = [_tiles(x, size, num_tiles, is_long=long) for x, long in zip(leaves, is_long, strict=True)]
+        grads, params = (_tiles(x, size, num_tiles) for x in (grad, param))
+        outs = [None] * num_tiles if out is None else _tiles(out, size, num_tiles)
+        for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(
+            zip(grads, params, outs, *tiles, strict=True)
+        ):
+            wide_grad = widen(narrow_grad, "grad")
+            if wide_factor is not None:
+                wide_grad.mul_(wide_factor)
             wide = [widen(x, i) if cast else x for i, (x, cast) in enumerate(zip(old, is_cast, strict=True))]
             updated = transform.update(wide_grad, widen(narrow_param, "param"), treespec.unflatten(wide))
             narrows, news = [narrow_param, *old], [updated[1], *treespec.flatten_up_to(updated[2])]
@@ -184,9 +185,9 @@ def mixed_precision(
                 written = zip(separate(news, narrows), narrows, [True, *is_cast], strict=True)
                 for index, (new, narrow, cast) in enumerate(written):
                     if not is_in_place(new, narrow):
-                        (rounding if cast else to_nearest)(new, narrow, start, index)
-            if out is not None:
-                tile_of(out).copy_(narrow_param)
+                        (rounding if cast else to_nearest)(new, narrow, place * size, index)
+            if new_param is not None:
+                new_param.copy_(narrow_param)
         return grad, param, state
 
     def update_fused(grads: Sequence[Tensor], params: Sequence[Tensor], states: Sequence[Any]) -> list[Any]:
@@ -207,9 +208,15 @@ def mixed_precision(
     return Transform(init, update, specs, fused=(update, update_fused))
 
 
-def _tile(x: Tensor, start: int, size: int | None) -> Tensor:
-    """The elements from `start` on; without a size the tensor itself, for writes into a view would be copies in a graph."""
-    return x if size is None else x[start : start + size]
+def _tiles(x: Tensor, size: int, num_tiles: int, *, is_long: bool = True) -> Sequence[Tensor]:
+    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph.
+
+    Args:
+        is_long: whether the tensor has the parameter's shape. If not, all tiles but the last get copies: a counter advances once.
+    """
+    if num_tiles == 1:
+        return (x,)
+    return torch.split(x, size) if is_long else (*(x.clone() for _ in range(num_tiles - 1)), x)
 
 
 def _widener(dtype: torch.dtype, size: int) -> Callable[[Tensor, str | int], Tensor]:

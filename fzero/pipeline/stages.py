@@ -165,18 +165,17 @@ class Stages:
             raise MismatchError("hyper-parameters: must be the same on all stages, and differ; compute them alike")
         return by_stage[-1]
 
-    def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device) -> list[list[Tensor]]:
+    def joined(self, parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """The contributions of all stages' flat buffers to the norm, in the order of the layers. *Collective* of the stages.
 
         Args:
-            parts_FB: those of this stage's, for each shard that this rank has.
+            parts: those of this stage's, for this rank's shard.
         """
-        padded = torch.zeros((len(parts_FB), self.most), dtype=torch.float64, device=device)
-        for row, parts in zip(padded, parts_FB, strict=True):
-            if len(parts):
-                row[: len(parts)] = torch.stack(list(parts))
+        padded = torch.zeros(self.most, dtype=torch.float64, device=device)
+        if parts:
+            padded[: len(parts)] = torch.stack(list(parts))
         by_stage = collectives.stack(padded, self.axis, label=Label("norm", "of all stages", "update"))
-        return [[by_stage[stage, f, place] for stage, place in self.buffers] for f in range(len(parts_FB))]
+        return [by_stage[stage, place] for stage, place in self.buffers]
 
     def first_name(self, name: str | None) -> str | None:
         """The first of all stages' parameters, in the order of the layers. *Collective* of the stages."""

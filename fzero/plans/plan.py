@@ -31,7 +31,6 @@ from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
 from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
-from fzero.plans.stages import STAGES
 from fzero.plans.streaming import Streaming
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from fzero.plans.units import check_has_shapes, find_units, owners_of
@@ -128,11 +127,6 @@ class Plan:
     def num_shards(self) -> int:
         """The number of the finest shards F."""
         return num_ranks(self.mesh, self.axes)
-
-    @property
-    def keeps_full_grads(self) -> bool:
-        """Whether every rank has the reduced gradients of all shards."""
-        return isinstance(STAGES[self.stage].grads, Replicated)
 
     def shard_of(self, rank: int) -> int:
         """The index of the finest shard that a rank holds."""

@@ -8,7 +8,7 @@ Shape letters: A micro-steps, W ranks, M = A·W rows, F shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -117,8 +117,7 @@ def finish(
 
 def norm_parts(
     rules: LossRules,
-    measured: Callable[[int], Iterable[Tensor]],
-    shards: Sequence[int],
+    measured: Iterable[Tensor],
     num_shards: int,
     *,
     stack: Callable[[Tensor], Tensor],
@@ -126,15 +125,15 @@ def norm_parts(
 ) -> Tensor:
     """The parts (F,) of the norm of the collected gradients: the same numbers, added in the same order, in all stages.
 
-    *Collective* if a rank does not have the gradients of all shards: sends one number.
+    *Collective* unless there is one shard: sends one number. In stage 0 a rank has the gradients of all shards, but to read them
+    would take longer than the number does.
 
     Args:
-        measured: the norms of the flat gradients of one shard (`LossRules.of_shard`), in the order of the plan.
-        shards: the shards whose gradients this rank has: all, or its own.
+        measured: the norms of the flat gradients of this rank's shard (`LossRules.of_shard`), in the order of the plan.
         stack: a collective: from the number of this rank's shard to the numbers of all shards (F,).
     """
-    parts = [rules.joined(measured(shard), device) for shard in shards]
-    return torch.stack(parts) if len(parts) == num_shards else stack(parts[0])
+    part = rules.joined(measured, device)
+    return stack(part) if num_shards > 1 else part[None]
 
 
 def next_state(

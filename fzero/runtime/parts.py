@@ -8,7 +8,7 @@ Shape letters: A micro-steps, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -307,7 +307,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
 
 
 def finish_step(run: StepRuntime, collected: Collected) -> Finished:
-    """Loss, norm, overflow and factor of a step, checked. *Collective* where gradients are sharded: sends one number.
+    """Loss, norm, overflow and factor of a step, checked. *Collective* where there are several shards: sends one number.
 
     Raises:
         FloatingPointError: on every rank, when loss or gradient are not finite and no overflow is skipped.
@@ -324,23 +324,15 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     mesh, grads, transfer = run.mesh, collected.state.grads, collected.transfer
     assert transfer is not None
     cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
-
-    def measured(shard: int) -> Iterator[Tensor]:
-        homes = [(stream_name("grads", b.key), own_shard(grads[b.key], b, shard)) for b in cut]
-        known = [transfer.known(*named) for named in homes]
-        unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
-        rest = map(run.rules.loss.of_shard, transfer.each(unknown))
-        return (next(rest) if number is None else number for number in known)
-
-    shards = range(mesh.num_shards) if run.plan.keeps_full_grads else (mesh.shard,)
-    of_shard: Callable[[int], Iterable[Tensor]] = measured
+    homes = [(stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard)) for b in cut]
+    known = [transfer.known(*named) for named in homes]
+    unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
+    rest = map(run.rules.loss.of_shard, transfer.each(unknown))
+    measured = [next(rest) if number is None else number for number in known]
     if run.stages is not None:
-        rows = run.stages.joined([list(measured(shard)) for shard in shards], run.device)
-        of_shard = dict(zip(shards, rows, strict=True)).__getitem__
-    return norm_parts(
-        run.rules.loss, of_shard, shards, mesh.num_shards,
-        stack=partial(mesh.stack, label=Label("norm", phase="update")), device=run.device,
-    )  # fmt: skip
+        measured = run.stages.joined(measured, run.device)
+    stack = partial(mesh.stack, label=Label("norm", phase="update"))
+    return norm_parts(run.rules.loss, measured, mesh.num_shards, stack=stack, device=run.device)
 
 
 def update(run: StepRuntime, collected: Collected, result: Finished) -> State:

@@ -55,11 +55,7 @@ def composed(
     cut = [b for b in plan.flat_buffers if b.trainable and b.shard_numel]
     parts_F = norm_parts(
         rules.loss,
-        lambda shard: [
-            rules.loss.of_shard(sums[b.key] if b.flow.reduces_to == "shard" else own_shard(sums[b.key], b, shard))
-            for b in cut
-        ],
-        range(mesh.num_shards) if plan.stage == 0 else (mesh.shard,),
+        [rules.loss.of_shard(own_shard(sums[b.key], b, mesh.shard)) for b in cut],
         mesh.num_shards,
         stack=mesh.stack,
         device=step.device,

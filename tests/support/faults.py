@@ -61,7 +61,7 @@ CHOSEN = (
     Fault(RUNTIME, "factor", ".clamp(max=1.0)", "", "small gradients grow to the clipping norm"),
     Fault(RUNTIME, "joined", "norms.max() if self.is_inf else norms.square().sum()", "norms[-1].square()",
           "the norm is that of the last buffer"),
-    Fault(RUNTIME, "norm_parts", "else stack(parts[0])", "else parts[0][None]",
+    Fault(RUNTIME, "norm_parts", "stack(part) if num_shards > 1 else part[None]", "part[None]",
           "every rank clips with its own norm"),
     Fault(RUNTIME, "mean_of", "weight * rows_M2.shape[0]", "weight", "the weights of other ranks"),
     Fault(RUNTIME, "finish", "~(norm + loss).isfinite()", "~norm.isfinite()", "an infinite loss is no overflow"),
@@ -77,9 +77,10 @@ CHOSEN = (
     Fault(OPTIM, "_adam_by_element", "param.mul_(1 - lr * weight_decay)", "grad = grad.add(param, alpha=weight_decay)",
           "AdamW with the weight decay of Adam"),
     Fault(OPTIM, "_adam_by_element", "state.step.double()", "(state.step.double() - 1)", "bias correction one step late"),
-    Fault(OPTIM, "update", "tile_of(out).copy_(narrow_param)", "pass",
+    Fault(OPTIM, "update", "new_param.copy_(narrow_param)", "pass",
           "the parameters do not become the master's"),
-    Fault(OPTIM, "update", "x if is_last else x.clone()", "x", "counters advance once a tile"),
+    Fault(OPTIM, "_tiles", "(*(x.clone() for _ in range(num_tiles - 1)), x)", "(x,) * num_tiles",
+          "counters advance once a tile"),
     Fault(OPTIM, "stochastic", "zlib.crc32(f\"{seed}/{index}\".encode())", "zlib.crc32(f\"{index}\".encode())",
           "each update rounds with the same bits"),
     # plans
@@ -106,7 +107,7 @@ CHOSEN = (
     Fault(RUNTIME, "_buffer", "_from_rank_0(flat_P, world, buffer.key)", "flat_P", "ranks begin with their own values"),
     Fault(RUNTIME, "_check_state", "run.flags.check()", "pass", "a parameter frozen later is not noticed"),
     # pipelines
-    Fault(PIPES, "joined", "by_stage[stage, f, place]", "by_stage[stage, 0, place]", "the norm is that of the first shard"),
+    Fault(PIPES, "joined", "by_stage[stage, place]", "by_stage[0, place]", "the norm is that of the first stage"),
     Fault(PIPES, "_check_progress", "and event not in sent", "and False", "an order that hangs passes the checker"),
     Fault(PIPES, "first_name", "min(found, key", "max(found, key", "the last parameter with an overflow, not the first"),
     # storage
