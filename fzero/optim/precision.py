@@ -172,9 +172,8 @@ def mixed_precision(
         tiles = [_tiles(x, size, num_tiles, is_long=long) for x, long in zip(leaves, is_long, strict=True)]
         grads, params = (_tiles(x, size, num_tiles) for x in (grad, param))
         outs = [None] * num_tiles if out is None else _tiles(out, size, num_tiles)
-        for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(
-            zip(grads, params, outs, *tiles, strict=True)
-        ):
+        rows = zip(grads, params, outs, *tiles, strict=True)
+        for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(rows):
             wide_grad = widen(narrow_grad, "grad")
             if wide_factor is not None:
                 wide_grad.mul_(wide_factor)
@@ -209,11 +208,8 @@ def mixed_precision(
 
 
 def _tiles(x: Tensor, size: int, num_tiles: int, *, is_long: bool = True) -> Sequence[Tensor]:
-    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph.
-
-    Args:
-        is_long: whether the tensor has the parameter's shape. If not, all tiles but the last get copies: a counter advances once.
-    """
+    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph. If it is not
+    long (of the parameter's shape), all tiles but the last get copies: a counter advances once."""
     if num_tiles == 1:
         return (x,)
     return torch.split(x, size) if is_long else (*(x.clone() for _ in range(num_tiles - 1)), x)

@@ -330,23 +330,21 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        masks: dict[str, Tensor] = {}
+        masks: dict[str, Tensor | None] = {}
         for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
             pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
-            given[name], mask = pulled.pop(name)
-            if mask is not None:
-                masks[name] = mask
+            given[name], masks[name] = pulled.pop(name)
             for scores, part in pulled.items():
-                self._add(self.plan.homes[scores][0].name, {scores: part.grad})
-        self._add(unit, given, masks)
+                self._add(self.plan.homes[scores][0].name, {scores: part.grad}, {})
+        self._add(unit, given, {name: mask for name, mask in masks.items() if mask is not None})
 
-    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor] | None = None) -> None:
+    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
         """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
         for key, own in self._reductions.by_buffer(grads).items():
             if (buffer := self.plan.flats[key][1]).trainable:
                 if not self._reductions.has_begun(unit, key):
                     self._events.ask("collect", unit, key)
-                self._reductions.add(unit, buffer, own, masks or {})
+                self._reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:

@@ -33,7 +33,7 @@ from fzero.runtime.own_params import (
     replaced,
     shape_and_dtype,
     wrong_kind,
-)
+)  # fmt: skip
 
 
 def is_bound(model: nn.Module) -> bool:

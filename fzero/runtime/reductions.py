@@ -130,12 +130,10 @@ class Reductions:
             torch.cat([*dense, padding] if padding is not None else dense, out=flat_P)
             written.update(grads)
             return
-        parts = filling.parts.get(buffer.key)
-        if parts is None:
-            parts = self._parts.get(buffer.key) if flat_P is self._grads[buffer.key] else cut(flat_P, buffer)
-            if parts is None:
-                parts = self._parts[buffer.key] = cut(flat_P, buffer)
-            filling.parts[buffer.key] = parts
+        kept = self._parts if flat_P is self._grads[buffer.key] else filling.parts
+        if buffer.key not in kept:
+            kept[buffer.key] = cut(flat_P, buffer)
+        parts = kept[buffer.key]
         for name, grad in grads.items():
             if grad.layout != torch.strided:
                 grad = grad.to_dense()

@@ -631,8 +631,8 @@ WRONG: dict[str, tuple[int, dict[str, Any], dict[str, Any], str]] = {
         {"zero_quantized_gradients": True},
         "reduce_hook: excludes zero_optimization.zero_q",
     ),
-    "axis": (3, {"reduce_hook": {"rack": Q8}}, {}, "reduce_hook: must name axes .* 'data' of Mesh.*, got 'rack'"),
-    "node": (3, {"gather_hook": {"node": Q8}}, {}, "gather_hook: must name axes .* 'data' of Mesh.*, got 'node'"),
+    "axis": (3, {"reduce_hook": {"rack": Q8}}, {}, "reduce_hook: must name axes .*'data' of Mesh.*, got 'rack'"),
+    "node": (3, {"gather_hook": {"node": Q8}}, {}, "gather_hook: must name axes .*'data' of Mesh.*, got 'node'"),
     "codec": (
         3,
         {"reduce_hook": fzero.comms.quantize(8)},

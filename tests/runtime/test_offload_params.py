@@ -228,7 +228,8 @@ def test_a_graph_loads_parameters_from_files_and_has_the_bits_of_the_eager_step(
 def test_a_unit_of_two_buffers_needs_as_many_on_their_way(tmp_path: Path) -> None:
     cfg = config(3, optimizer=ADAMW, **in_files(tmp_path, buffer_count=1))
     with pytest.raises(
-        fzero.ConfigError, match=r"offload_param.buffer_count: must hold .* 2 in files, got 1; raise it"
+        fzero.ConfigError,
+        match=r"offload_param.buffer_count: must be .* shards in files of one unit, 2, got 1; raise it",
     ):
         fzero.make_train_step(make(blocks), cfg, param_groups=[{"params": "scale", "weight_decay": 0.0}])
 
