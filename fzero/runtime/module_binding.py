@@ -24,16 +24,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.runtime import own_params
 from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import (
-    Fetch,
-    ShapeAndDtype,
-    Substitutes,
-    check_no_hooks,
-    late,
-    replaced,
-    shape_and_dtype,
-    wrong_kind,
-)  # fmt: skip
+from fzero.runtime.own_params import Fetch, ShapeAndDtype, Substitutes, check_no_hooks, shape_and_dtype
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -197,13 +188,13 @@ class _BufferSlot(NamedTuple):
     def present(self) -> Tensor:
         """`now`; raises if the forward has removed the buffer."""
         if (now := self.now) is None:
-            raise wrong_kind(self.name, self.kind, None)
+            raise own_params.wrong_kind(self.name, self.kind, None)
         return now
 
     def check_kind(self) -> None:
         """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
         if self.kind != (now := shape_and_dtype(self.now)):
-            raise wrong_kind(self.name, self.kind, now)
+            raise own_params.wrong_kind(self.name, self.kind, now)
 
 
 def _bind_buffers(
@@ -219,7 +210,7 @@ def _bind_buffers(
             yield _BufferSlot(module._buffers, key, dot + key, None, None)
             continue
         if name not in buffers:
-            raise late("buffer", name)
+            raise own_params.late("buffer", name)
         module._buffers[key] = buffers[name]
         if buffer.__dict__:
             buffers[name].__dict__.update(marks_of(buffer))
@@ -237,13 +228,13 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
     dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
-            raise late("parameter", dot + key)
+            raise own_params.late("parameter", dot + key)
     for key, name in place.names.items():
         if parameters.names.get(key) != name:
-            raise replaced(dot + key, parameters.names.get(key))
+            raise own_params.replaced(dot + key, parameters.names.get(key))
     for key, buffer in module._buffers.items():
         if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
-            raise late("buffer", dot + key)
+            raise own_params.late("buffer", dot + key)
 
 
 def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
@@ -265,7 +256,7 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for key, own in dict.items(slots):
                     if own is not None:
-                        raise late(kind, f"{prefix}.{key}")
+                        raise own_params.late(kind, f"{prefix}.{key}")
 
 
 @contextmanager
