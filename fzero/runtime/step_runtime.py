@@ -70,8 +70,8 @@ class Stages(Protocol):
         """This rank's micro-batches. Returns when all ranks have their own."""
         ...
 
-    def joined(self, parts_FB: Sequence[Sequence[Tensor]], device: torch.device, /) -> list[list[Tensor]]:
-        """For each shard, the contributions of all stages' flat buffers to the norm, from those of this stage."""
+    def joined(self, parts: Sequence[Tensor], device: torch.device, /) -> list[Tensor]:
+        """The contributions of all stages' flat buffers to the norm, from those of this stage, for this rank's shard."""
         ...
 
     def first_name(self, name: str | None, /) -> str | None:
