@@ -14,7 +14,7 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from operator import is_
 from typing import Any, NamedTuple
 
@@ -169,11 +169,11 @@ def mixed_precision(
         num_tiles = -(-numel // size) if numel > size else 1
         widen = _widener(dtype, size) if num_tiles > 1 else lambda x, _: x.to(dtype)
         wide_factor = None if factor is None else factor.to(dtype)
-        tiles = [_tiles(x, size, num_tiles, is_long=long) for x, long in zip(leaves, is_long, strict=True)]
-        grads, params = (_tiles(x, size, num_tiles) for x in (grad, param))
-        outs = [None] * num_tiles if out is None else _tiles(out, size, num_tiles)
-        rows = zip(grads, params, outs, *tiles, strict=True)
-        for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(rows):
+        cut = partial(_tiles, size=size, num_tiles=num_tiles)
+        rest = [cut(x, is_long=long) for x, long in zip(leaves, is_long, strict=True)]
+        outs = [None] * num_tiles if out is None else cut(out)
+        tiles = zip(cut(grad), cut(param), outs, *rest, strict=True)
+        for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(tiles):
             wide_grad = widen(narrow_grad, "grad")
             if wide_factor is not None:
                 wide_grad.mul_(wide_factor)

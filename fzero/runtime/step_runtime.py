@@ -71,7 +71,7 @@ class PipelineStages(Protocol):
         ...
 
     def joined(self, parts: Sequence[Tensor], device: torch.device, /) -> list[Tensor]:
-        """The contributions of all stages' flat buffers to the norm, from those of this stage."""
+        """The contributions of all stages' flat buffers to the norm, from those of this stage, for this rank's shard."""
         ...
 
     def first_name(self, name: str | None, /) -> str | None:
