@@ -1,9 +1,10 @@
 """What does compression cost? A step with each technique, beside `torch.nn.utils.parametrize` with the same formula.
 
     python benchmarks/compression.py                               # three minutes on one core
+    python benchmarks/compression.py --width 1536 --only "row l1"   # where Python's part is small
     python benchmarks/compression.py --rounds 2 --only "sparse l1"  # does it run?
 
-Four 512 × 512 matrices, SGD, a batch of 64, one thread. The cost of a technique is what it adds to the processor time of the same
+Four square matrices, SGD, a batch of 64, one thread. The cost of a technique is what it adds to the processor time of the same
 contender's step without one: the median of the differences between a step with it and one without, side by side. Each contender
 is built five times, because its memory lies elsewhere each time; `±` is half of what the five medians differ by. The
 parametrizations are those that one would write by hand from DeepSpeed's formulas: straight-through functions, masks as fp32
@@ -28,14 +29,14 @@ from torch.nn.utils import parametrize
 import fzero
 from fzero.common import print_report
 
-WIDTH, NUM_LAYERS, NUM_ROWS, NUM_HEADS = 512, 4, 64, 8
+NUM_LAYERS, NUM_ROWS, NUM_HEADS = 4, 64, 8
 NUM_BUILDS, WARM_UP = 5, 3
 Formula = Callable[[Tensor], Tensor]
 
 
-def make_model() -> nn.Sequential:
+def make_model(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    layers = ((nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(NUM_LAYERS))
+    layers = ((nn.Linear(width, width), nn.ReLU()) for _ in range(NUM_LAYERS))
     return nn.Sequential(*(module for pair in layers for module in pair))
 
 
@@ -152,9 +153,9 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], Callable[[nn.Linear], nn.Module] | N
     "weights, binary": (quantized(1), lambda layer: Formulaic(binary)),
     "inputs, 8 bits": (block("activation_quantization", {}, {"bits": 8}), None),
     "sparse l1": (block("sparse_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs())),
-    "sparse topk": (block("sparse_pruning", {"method": "topk"}, HALF), lambda layer: Scored((WIDTH, WIDTH))),
+    "sparse topk": (block("sparse_pruning", {"method": "topk"}, HALF), lambda layer: Scored(tuple(layer.weight.shape))),
     "row l1": (block("row_pruning", {"method": "l1"}, HALF), lambda layer: Masked(layer.weight.abs().sum(1, True))),
-    "row topk": (block("row_pruning", {"method": "topk"}, HALF), lambda layer: Scored((WIDTH, 1))),
+    "row topk": (block("row_pruning", {"method": "topk"}, HALF), lambda layer: Scored((layer.out_features, 1))),
     "head topk": (
         block("head_pruning", {"method": "topk", "num_heads": NUM_HEADS}, HALF),
         lambda layer: Scored((1, NUM_HEADS), is_heads=True),
@@ -162,7 +163,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], Callable[[nn.Linear], nn.Module] | N
 }  # a channel is a row of a convolution
 
 
-def make_fzero(technique: str | None, stage: int) -> Callable[[Tensor], object]:
+def make_fzero(technique: str | None, width: int, stage: int) -> Callable[[Tensor], object]:
     config: dict[str, Any] = {
         "train_batch_size": NUM_ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
@@ -170,7 +171,7 @@ def make_fzero(technique: str | None, stage: int) -> Callable[[Tensor], object]:
     }
     if technique is not None:
         config["compression_training"] = TECHNIQUES[technique][0]
-    step = fzero.make_train_step(make_model(), config, loss_fn=loss_of)
+    step = fzero.make_train_step(make_model(width), config, loss_fn=loss_of)
     state = step.init()
 
     def train(x: Tensor) -> None:
@@ -180,8 +181,8 @@ def make_fzero(technique: str | None, stage: int) -> Callable[[Tensor], object]:
     return train
 
 
-def make_plain(technique: str | None) -> Callable[[Tensor], object]:
-    model = make_model()
+def make_plain(technique: str | None, width: int) -> Callable[[Tensor], object]:
+    model = make_model(width)
     if technique is not None:
         make = TECHNIQUES[technique][1]
         for layer in (module for module in model if isinstance(module, nn.Linear)):
@@ -206,15 +207,15 @@ def make_plain(technique: str | None) -> Callable[[Tensor], object]:
     return train
 
 
-def measured(technique: str, num_rounds: int) -> dict[str, list[float]]:
+def measured(technique: str, width: int, num_rounds: int) -> dict[str, list[float]]:
     """Milliseconds that the technique adds to a step: per contender one median for each of `NUM_BUILDS` builds."""
     makers: dict[str, Callable[[str | None], Callable[[Tensor], object]]] = {
-        "stage 0": lambda name: make_fzero(name, 0),
-        "stage 3": lambda name: make_fzero(name, 3),
-        "parametrize": make_plain,
+        "stage 0": lambda name: make_fzero(name, width, 0),
+        "stage 3": lambda name: make_fzero(name, width, 3),
+        "parametrize": lambda name: make_plain(name, width),
     }
     medians: dict[str, list[float]] = {name: [] for name in makers}
-    x = torch.randn(NUM_ROWS, WIDTH)
+    x = torch.randn(NUM_ROWS, width)
     for _ in range(NUM_BUILDS):
         pairs = {name: (make(None), make(technique)) for name, make in makers.items()}
         added: dict[str, list[float]] = {name: [] for name in makers}
@@ -237,18 +238,22 @@ def processor_ms(step: Callable[[Tensor], object], x: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--width", type=int, default=512, help="of the matrices (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=40, help="turns per build (default: %(default)s)")
     parser.add_argument("--only", choices=list(TECHNIQUES), action="append", help="these techniques (default: all)")
     parser.add_argument("--out", type=Path, default=Path("out/compression"), help="folder (default: %(default)s)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title=f"ms that a technique adds to a step of {NUM_LAYERS} Linear({WIDTH}, {WIDTH})", box=box.SIMPLE)
+    table = Table(
+        title=f"ms that a technique adds to a step of {NUM_LAYERS} Linear({arguments.width}, {arguments.width})",
+        box=box.SIMPLE,
+    )
     for title in ("technique", "stage 0", "stage 3", "parametrize", "stage 0 / parametrize", "stage 3 / parametrize"):
         table.add_column(title, justify="left" if title == "technique" else "right")
     results = {}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for technique in arguments.only or TECHNIQUES:
-        results[technique] = found = measured(technique, arguments.rounds)
+        results[technique] = found = measured(technique, arguments.width, arguments.rounds)
         cells = [f"{statistics.median(ms):.2f} ± {(max(ms) - min(ms)) / 2:.2f}" for ms in found.values()]
         stage_0, stage_3, plain = map(statistics.median, found.values())
         table.add_row(technique, *cells, f"{stage_0 / plain:.2f}", f"{stage_3 / plain:.2f}")
