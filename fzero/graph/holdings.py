@@ -121,9 +121,10 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
         return lambda value: (value() if isinstance(value, ref) else value.get(None),), False
     if isinstance(value, GeneratorType):
         return _in_generator, False
-    if getattr(getattr(value, "dtype", None), "hasobject", False):  # an array of Python objects
+    is_array = hasattr(type(value), "tobytes")
+    if is_array and getattr(getattr(value, "dtype", None), "hasobject", False):  # of Python objects
         return lambda value: tuple(value.ravel().tolist()), False
-    if isinstance(value, bytearray) or hasattr(type(value), "tobytes"):  # an array
+    if isinstance(value, bytearray) or is_array:
         return lambda value: sha1(bytes(value) if isinstance(value, bytearray) else value.tobytes()).digest(), False
     if is_source(value):
         with suppress(Exception):  # of what cannot be pickled, such as a file, nothing is known

@@ -43,6 +43,7 @@ def helped(x: Tensor) -> Tensor:
 class Config:
     def __init__(self) -> None:
         self.factor, self.inner = 2.0, types.SimpleNamespace(factor=2.0)
+        self.dtype = numpy.dtype(object)  # as an array of objects has
 
 
 @dataclass(slots=True)
