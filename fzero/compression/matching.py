@@ -154,6 +154,12 @@ class _Search:
         if mask not in techniques:
             techniques.append(mask)
         if bias is not None and mask.kind in ("row", "channel"):
+            home = mask.source.rpartition(".")[0]
+            if mask.trained and home != name:  # the scores are gathered with the modules of their own unit
+                raise ConfigError(
+                    f"{_BLOCK}.{mask.kind}_pruning: must name no module with a bias of its own that shares a weight with trained "
+                    f"scores, got {name!r}, which shares that of {home!r}; set method to 'l1', or remove the bias"
+                )
             self.params.setdefault(bias, []).append(
                 Mask(mask.kind, mask.ratio, mask.source, mask.trained, mask.offset, True)
             )

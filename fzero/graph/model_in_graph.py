@@ -251,8 +251,8 @@ class ModelInGraph:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
-            if marks := marks_of(own):
-                vars(tensors[self._aliases.get(name, name)]).update(marks)
+            if (marks := marks_of(own)) and (given_as := self._aliases.get(name, name)) in tensors:
+                vars(tensors[given_as]).update(marks)  # caches belong to their module
         given, kinds = self._named(tensors), {name: shape_and_dtype(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)

@@ -126,9 +126,8 @@ def _adam(
 def _advance(steps: list[Tensor], found_inf: Tensor | None) -> None:
     """Counts an update, unless it is skipped."""
     if steps and found_inf is None and not is_traced():
-        if steps[
-            0
-        ].is_cpu:  # there a number becomes a tensor for each counter; `alpha` keeps the tensor from becoming a number
+        # There a number would become a tensor for each counter, and a tensor without `alpha` a number.
+        if steps[0].is_cpu:
             torch._foreach_add_(steps, torch.ones(()), alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)

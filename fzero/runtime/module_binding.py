@@ -116,6 +116,8 @@ class Binding:
             if leave is not None:
                 leave()
             for slot in slots:
+                for mark in marks_of(slot.before) if slot.before is not None and slot.before.__dict__ else ():
+                    del slot.before.__dict__[mark]  # it is of the module, not of the state
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:
                     buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
             for module, own_lister in listers:

@@ -171,3 +171,13 @@ def test_a_student_begins_with_layers_of_its_teacher_buffers_included() -> None:
     ):
         wrong = reduction.model_copy(update={"teacher_layer": (1, 7)})
         start_of_student(student.state_dict(), teacher.state_dict(), wrong)
+
+
+def test_trained_scores_of_a_shared_weight_do_not_mask_the_bias_of_another_module() -> None:
+    model = net()
+    model.blocks[1].value.weight = model.blocks[0].value.weight
+    rows = {"row_pruning": technique(PRUNED, ["value"], method="topk")}
+    with pytest.raises(
+        ConfigError, match=r"got 'blocks.1.value', which shares that of 'blocks.0.value'; set method to 'l1'"
+    ):
+        compression(settings(rows), model)

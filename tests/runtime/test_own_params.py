@@ -746,3 +746,34 @@ def test_a_module_may_change_between_the_step_and_init_and_after_the_first_step(
     state, _ = step(state, batches()[0])
     model.load_state_dict(step.gather(state))  # to look at it, say
     step(state, batches()[1])
+
+
+class OfABuffer(Model):
+    """Reads an attribute of a buffer, and makes a buffer with one in its forward."""
+
+    def set_up(self) -> None:
+        self.register_buffer("scale", torch.ones(4))
+        self.scale.factor = lambda: 2.0  # type: ignore[union-attr, assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "cache"):
+            self.register_buffer("cache", torch.ones(4), persistent=False)
+            self.cache.factor = 2.0  # type: ignore[union-attr, assignment]
+        factor = getattr(self.scale, "factor", lambda: 1.0)() * self.cache.factor  # type: ignore[union-attr, operator]
+        loss: Tensor = (self.a(x) * self.scale * factor).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"])
+def test_attributes_of_buffers_are_the_modules_and_none_of_the_state(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model, x = OfABuffer(), batches()[0]
+    model(x)  # makes the cache
+    expected = model(x).item()
+    step = fzero.make_train_step(model, config(3, optimizer={"type": "SGD", "params": {"lr": 0.0}}), **options)
+    state, with_attribute = step(step.init(), x)
+    del model.scale.factor  # type: ignore[union-attr]
+    state, without = step(state, x)
+    assert (with_attribute.loss.item(), without.loss.item()) == (expected, expected / 4)  # a power of two
+    assert not any(vars(buffer) for buffer in state.buffers.values())
+    copy.deepcopy(state)

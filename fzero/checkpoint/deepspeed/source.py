@@ -213,9 +213,8 @@ class DeepSpeedFiles:
         for part, flat in fragments:
             source, name = self._sources[part.key]
             for start, values in self._runs(source, name, part.start, part.stop):
-                flat[start - part.start :][: values.numel()].copy_(
-                    values.detach()
-                )  # DeepSpeed's masters are parameters
+                # DeepSpeed's masters are parameters.
+                flat[start - part.start :][: values.numel()].copy_(values.detach())
 
     def _runs(self, source: str, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """(First element, values) of each contiguous run of elements [start, stop) of the parameter."""
