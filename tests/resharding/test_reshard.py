@@ -320,13 +320,15 @@ def test_a_plan_of_many_tensors_on_many_ranks_holds_no_moves() -> None:
         old, new = (fzero.plan(model, cfg, world_size=w) for w in (world_size, world_size * 3 // 4))
         tracemalloc.start()
         plan = fzero.resharding.plan_reshard(old, new)
+        gc.collect()  # cycles that wait for the collector are not held
         nbytes = tracemalloc.get_traced_memory()[0]
         tracemalloc.stop()
         assert len(plan.rounds) > num_blocks // 2
         return nbytes
 
     base = held(100, 1000, 8)
-    assert held(100, 10**9, 8) < 1.1 * base + 20_000  # larger integers take some bytes more
+    # Larger integers take some bytes more; a cache of the process may grow in one of the two.
+    assert min(held(100, 10**9, 8) for _ in range(2)) < 1.1 * base + 20_000
     ranks = 4096 + 3072
     assert held(100, 1000, 4096) < base + 300 * ranks, (
         "places, and the process of each piece; 300 flows' moves would be more"
