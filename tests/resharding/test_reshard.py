@@ -327,8 +327,8 @@ def test_a_plan_of_many_tensors_on_many_ranks_holds_no_moves() -> None:
         return nbytes
 
     base = held(100, 1000, 8)
-    # Larger integers take some bytes more; a cache of the process may grow in one of the two.
-    assert min(held(100, 10**9, 8) for _ in range(2)) < 1.1 * base + 20_000
+    held(100, 10**9, 8)  # fills the caches of the process, which are not of a plan
+    assert held(100, 10**9, 8) < 1.1 * base + 20_000  # larger integers take some bytes more
     ranks = 4096 + 3072
     assert held(100, 1000, 4096) < base + 300 * ranks, (
         "places, and the process of each piece; 300 flows' moves would be more"
