@@ -41,7 +41,6 @@ from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes
-from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
@@ -261,6 +260,8 @@ class ForwardBackward:
         present = self._present
         if present is None or name not in present.leaves:
             if name not in self.plan.homes:
+                from fzero.runtime.parameter_errors import late
+
                 raise late("parameter", name)
             unit, _ = self.plan.homes[name]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
