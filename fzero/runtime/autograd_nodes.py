@@ -32,12 +32,13 @@ class UnitRoot(torch.autograd.Function):
         ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
+        ctx.is_again = work.goes_back
         ctx.set_materialize_grads(False)
         return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.work.end_visit(ctx.unit, ctx.names, grads)
+        ctx.work.end_visit(ctx.unit, ctx.names, grads, ctx.is_again)
         return None, None, None, None, None
 
 
@@ -46,13 +47,13 @@ class ParamLeaf(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
-        ctx.work, ctx.unit, ctx.name = work, unit, name
+        ctx.work, ctx.unit, ctx.name, ctx.is_again = work, unit, name, work.goes_back
         ctx.set_materialize_grads(False)
         return view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        ctx.work.add_grads(ctx.unit, (ctx.name,), grads)
+        ctx.work.add_grads(ctx.unit, (ctx.name,), grads, ctx.is_again)
         return None, None, None, None, None
 
 
@@ -120,3 +121,9 @@ def only_forward(visits: Visits) -> int:
             f"(activation_checkpointing)"
         )
     return next(iter(visits))
+
+
+def is_checkpointing() -> bool:
+    """Whether `torch.utils.checkpoint` runs a function again, of whose graph it takes the saved tensors only."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and "_recomputation_hook" in getattr(hooks[0], "__qualname__", "")

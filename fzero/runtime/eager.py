@@ -34,7 +34,7 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
-from fzero.runtime.autograd_nodes import Visits, visits_in
+from fzero.runtime.autograd_nodes import Visits, is_checkpointing, visits_in
 from fzero.runtime.fetched_parameters import untraced
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
@@ -42,7 +42,7 @@ from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
+from fzero.runtime.refusals import BETWEEN, INSIDE, NOT_USED, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_transfer import ShardTransfer
@@ -97,7 +97,9 @@ class ForwardBackward:
         self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self._runs_again = False
+        self._runs_again, self._is_first = False, learned.own_grads is not None
+        # In the first step: parameters that modules read in the backward, with gradients, and those of visits without a gradient.
+        self._read_again, self._without = set[str](), set[str]()
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
@@ -183,7 +185,8 @@ class ForwardBackward:
             if check is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
-            yield found
+            with self._reads_again():
+                yield found
             if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
@@ -192,6 +195,23 @@ class ForwardBackward:
             self._let_go("finish")
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
+
+    @contextmanager
+    def _reads_again(self) -> Iterator[None]:
+        """Raises ValueError in the first step if a backward runs a module again whose parameters get no gradient from it."""
+        again = self._read_again
+        try:
+            yield
+        except RuntimeError as error:
+            lost = again if NOT_USED in str(error) else set()
+            if not lost:
+                raise
+        else:
+            lost = again & self._without
+        if lost:
+            from fzero.runtime.parameter_errors import lost_again
+
+            raise lost_again(min(lost))
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
@@ -269,9 +289,12 @@ class ForwardBackward:
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
         is_new = not present.is_recorded and not self._runs_again
-        if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
-            present.is_recorded, visits = True, self.forwards.last.visits
-            visits[present.unit] = visits.get(present.unit, 0) + 1
+        if is_new and torch.is_grad_enabled():
+            if self._events.phase == "forward":
+                present.is_recorded, visits = True, self.forwards.last.visits
+                visits[present.unit] = visits.get(present.unit, 0) + 1
+            elif self._is_first and name in present.plan.trained and not is_checkpointing():
+                self._read_again.add(name)
         return present.leaves[name]
 
     @contextmanager
@@ -323,14 +346,26 @@ class ForwardBackward:
             self._need(saved.unit.name)
         return self.gathers.from_saved(saved)
 
-    def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
-        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped."""
+    @property
+    def goes_back(self) -> bool:
+        """Whether a backward runs, and not a forward."""
+        return self._events.phase != "forward"
+
+    def add_grads(
+        self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None], is_again: bool = False
+    ) -> None:
+        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped.
+
+        `is_again`: whether they are of a visit that the backward itself has made.
+        """
         self._check_runs()
         if self._events.phase == "forward":
             raise RuntimeError(INSIDE)
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
+        if self._is_first and not is_again:
+            self._without.update(name for name in names if name not in given)
         masks: dict[str, Tensor | None] = {}
         for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
             pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
@@ -348,8 +383,10 @@ class ForwardBackward:
                 self._reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
-    def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+    def end_visit(
+        self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None], is_again: bool = False
+    ) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
-        self.add_grads(unit, names, grads)
+        self.add_grads(unit, names, grads, is_again)
         if self.status != "passed":
             self._events.ask("end_visit", unit)

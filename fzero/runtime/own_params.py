@@ -207,9 +207,9 @@ def check_tensors(model: nn.Module) -> None:
         wraps = is_param and not issubclass(kind, nn.Parameter) and kind.__name__ != "FakeTensor"
         if wraps or tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
-                f"{'parameter' if is_param else 'buffer'} {name!r}: must be dense, because the state holds it in flat memory, got "
-                f"{kind.__name__} of {tensor.dtype} and layout {tensor.layout}; keep it in a plain attribute if it never changes, "
-                f"or register the plain tensors that it is made from (indices and values), and make it in the forward"
+                f"{'parameter' if is_param else 'buffer'} {name!r}: must be dense, because the state holds it in flat memory, "
+                f"got {kind.__name__} of {tensor.dtype} and layout {tensor.layout}; keep it in a plain attribute if it never "
+                f"changes, or register the plain tensors that it is made from (indices and values), and make it in the forward"
             )
     listed = {id(param) for param in model.parameters()}
     if hidden := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in listed]:

@@ -88,6 +88,16 @@ def partial_grad(name: str) -> ParameterError:
     )
 
 
+def lost_again(name: str) -> ParameterError:
+    """The error for a parameter that a backward reads by running its module again, and that gets no gradient from it."""
+    return ParameterError(
+        f"parameter {name!r}: must get a gradient where the backward runs its module again (an own torch.autograd.Function, such "
+        f"as an adjoint method), and got none, because the module has new tensors there and the Function differentiates by "
+        f"those of the forward; give it copies (weight = 1 * module.weight), and run the module with them "
+        f"(torch.func.functional_call), or call torch.autograd.backward there"
+    )
+
+
 def not_trained(name: str) -> ValueError:
     """The error for a gradient in the module's own parameter."""
     return ValueError(

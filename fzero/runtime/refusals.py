@@ -27,4 +27,5 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
+NOT_USED = "appears to not have been used in the graph"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""

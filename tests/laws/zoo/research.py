@@ -295,6 +295,58 @@ class NeuralOdeTwice(Odd):
         x = Adjoint.apply(f, x, *params)
         return Adjoint.apply(f, x, *params)
 
+@odd()
+class NeuralOdeOfCopies(Odd):
+    def odd(self, x):
+        f = self.blocks[0]
+        params = {n: 1 * p for n, p in f.named_parameters()}
+        return Adjoint.apply(lambda y: functional_call(f, params, (y,)), x, *params.values())
+
+@odd()
+class NeuralOdeStrict(Odd):
+    def odd(self, x):
+        f = self.blocks[0]
+        return StrictAdjoint.apply(f, x, *f.parameters())
+
+class StrictAdjoint(Adjoint):
+    @staticmethod
+    def backward(ctx, grad):
+        y, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            y = y.detach().requires_grad_()
+            out = y + 0.1 * ctx.func(y)
+            grads = torch.autograd.grad(out, [y, *params], grad)
+        return None, *grads
+
+@odd()
+class ImplicitInTheBackward(Odd):
+    def odd(self, x):
+        f = self.blocks[0]
+        with torch.no_grad():
+            z = x
+            for _ in range(3): z = 0.2 * torch.tanh(f(z)) + x
+        z = 0.2 * torch.tanh(f(z)) + x
+        z1 = z.detach()
+        def hook(grad):
+            with torch.enable_grad():
+                z0 = z1.requires_grad_()
+                f0 = 0.2 * torch.tanh(f(z0))
+            y = grad
+            for _ in range(3): y = torch.autograd.grad(f0, z0, y, retain_graph=True)[0] + grad
+            return y
+        z.register_hook(hook)
+        return z
+
+@odd()
+class CheckpointOfUnused(Odd):
+    def __init__(self):
+        super().__init__()
+        self.blocks[0].spare = nn.Parameter(torch.ones(WIDTH))
+    def odd(self, x):
+        def f(x):
+            return self.blocks[0](x * self.blocks[0].spare.detach())
+        return checkpoints.checkpoint(f, x, use_reentrant=False)
+
 class Reversible(torch.autograd.Function):
     """As in Reformer: calls backward within backward."""
     @staticmethod
