@@ -71,6 +71,7 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
+        given: the parameters as the model got them.
         gathers: the gathered units.
         anchor: the input of every `UnitRoot`. It is on the device of the parameters, so that autograd runs every
             `UnitRoot` and `ParamLeaf` on one thread.
@@ -91,8 +92,8 @@ class ForwardBackward:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards, self._seen = Forwards(), seen
-        self._given = GivenParams(seen.scored)
-        self.gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
+        self.given = GivenParams(seen.scored)
+        self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
@@ -135,12 +136,12 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self._given.begin(compares=compares)
-            with self._given.named_errors(), self.saving() if saves else nullcontext():
+            self.given.begin(compares=compares)
+            with self.given.named_errors(), self.saving() if saves else nullcontext():
                 yield
             self._range.close()
             self.gathers.check_full()
-            self._given.end()
+            self.given.end()
             self._events.ask("boundary")
 
     @contextmanager
@@ -309,14 +310,14 @@ class ForwardBackward:
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
         if self._present is not None:
-            self._given.check(self._present.plan)
+            self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
             work, flats, seen = None if self.grads is None else self, self.gathers.full(unit), self.gathers.seen(unit)
-            self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
+            self._present = present = self.given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
 
     def _need(self, unit: str) -> None:

@@ -113,6 +113,7 @@ class GivenParams:
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
         self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
+        self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
         self._first: dict[str, list[ref[Tensor]]] = {}  # the leaves of each unit's first visit
 
     def begin(self, *, compares: bool) -> None:
@@ -169,6 +170,7 @@ class GivenParams:
                 _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
                 for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
             ]
+            self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
         for name, leaf in leaves.items():
             pass_as_parameter(leaf, name)
         if self.is_open and work is not None:

@@ -72,6 +72,10 @@ class Binding:
         self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
         self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
 
+    def hold(self, found: Sequence[Held]) -> None:
+        """Adds tensors that the model keeps from a forward."""
+        self._held = (*self._held, *found)
+
     def _places(self) -> list[_Place]:
         if not self._found or any(place.module._modules != place.children for place in self._found):
             listed, self._known = nn.Module.named_parameters, ([], [])
