@@ -133,7 +133,7 @@ class LiveParams:
         """Sets a parameter's values."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            param.__class__ = param.__dict__.pop("fzero_class", nn.Parameter)
         param.data = value
         self._given[name] = _identity(param)
         self._mark(name, tuple(value.shape), is_here=True)
@@ -142,7 +142,7 @@ class LiveParams:
         """Removes a parameter's values; its dtype and device are kept."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            param.__class__ = param.__dict__.pop("fzero_class", nn.Parameter)
         self._given.pop(name, None)
         is_empty = not math.prod(shape)
         param.data = torch.empty(shape if is_empty else (0,), dtype=dtype, device=device)
@@ -150,8 +150,8 @@ class LiveParams:
         if not is_empty:
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
             plain = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
+            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain, "fzero_class": type(param)}
             param.__class__ = PartitionedParameter
-            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
         self._mark(name, shape, is_here=is_empty)
 
     @contextmanager

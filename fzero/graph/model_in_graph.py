@@ -32,7 +32,7 @@ from fzero.plans.plan import Plan
 from fzero.runtime.fetched_parameters import FetchedParameters, marks_of, new_marks
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, is_of_own_class, shape_and_dtype
+from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
 from fzero.runtime.parameter_errors import late, marked, of_own_class, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
@@ -252,8 +252,8 @@ class ModelInGraph:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
-            if is_of_own_class(own):
-                raise of_own_class(name, type(own))
+            if kind := own_class(own):
+                raise of_own_class(name, kind)
             if (given_as := self._aliases.get(name, name)) in tensors:  # caches belong to their module
                 attributes = vars(tensors[given_as])
                 attributes.update(marks_of(own))

@@ -34,7 +34,7 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
-from fzero.runtime.autograd_nodes import Visits, is_checkpointing, visits_in
+from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
 from fzero.runtime.fetched_parameters import untraced
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
@@ -42,7 +42,7 @@ from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.refusals import BETWEEN, INSIDE, NOT_USED, OVER, UNRELATED
+from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_transfer import ShardTransfer
@@ -71,10 +71,9 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
-        given: the parameters as the model got them.
+        given, again: the parameters that the model got in forwards, and by itself in backwards.
         gathers: the gathered units.
-        anchor: the input of every `UnitRoot`. It is on the device of the parameters, so that autograd runs every
-            `UnitRoot` and `ParamLeaf` on one thread.
+        anchor: the input of every `UnitRoot`, on the device of the parameters, so that autograd runs all nodes on one thread.
     """
 
     def __init__(
@@ -98,9 +97,7 @@ class ForwardBackward:
         self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self._runs_again, self._is_first = False, learned.own_grads is not None
-        # In the first step: parameters that modules read in the backward, with gradients, and those of visits without a gradient.
-        self._read_again, self._without = set[str](), set[str]()
+        self._runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
@@ -180,13 +177,12 @@ class ForwardBackward:
             is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
-            self._loss_stats = collectives.start_stack(
-                row, self.mesh.world, label=Label("loss_stats", phase="boundary")
-            )
+            label = Label("loss_stats", phase="boundary")
+            self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
             if check is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
-            with self._reads_again():
+            with self.again.checked():
                 yield found
             if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
@@ -196,23 +192,6 @@ class ForwardBackward:
             self._let_go("finish")
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
-
-    @contextmanager
-    def _reads_again(self) -> Iterator[None]:
-        """Raises ValueError in the first step if a backward runs a module again whose parameters get no gradient from it."""
-        again = self._read_again
-        try:
-            yield
-        except RuntimeError as error:
-            lost = again if NOT_USED in str(error) else set()
-            if not lost:
-                raise
-        else:
-            lost = again & self._without
-        if lost:
-            from fzero.runtime.parameter_errors import lost_again
-
-            raise lost_again(min(lost))
 
     @contextmanager
     def passing(self, loss: Tensor, *, keeps: bool = False) -> Iterator[None]:
@@ -267,8 +246,7 @@ class ForwardBackward:
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
-        """Called outside the two halves: begins a backward of all ranks (`Forwards.begins`), or raises, because collectives
-        need all ranks."""
+        """Outside the two halves, begins a backward of all ranks (`Forwards.begins`), or raises: collectives need all ranks."""
         if self.status == "idle":
             self.forwards.begins()
         if self.status not in ("running", "passed"):
@@ -280,11 +258,7 @@ class ForwardBackward:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         present = self._present
         if present is None or name not in present.leaves:
-            if name not in self.plan.homes:
-                from fzero.runtime.parameter_errors import late
-
-                raise late("parameter", name)
-            unit, _ = self.plan.homes[name]
+            unit = _unit_of(self.plan, name)
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
         elif self._events.phase != "forward":
@@ -292,10 +266,10 @@ class ForwardBackward:
         is_new = not present.is_recorded and not self._runs_again
         if is_new and torch.is_grad_enabled():
             if self._events.phase == "forward":
-                present.is_recorded, visits = True, self.forwards.last.visits
-                visits[present.unit] = visits.get(present.unit, 0) + 1
-            elif self._is_first and name in present.plan.trained and not is_checkpointing():
-                self._read_again.add(name)
+                present.is_recorded = True
+                self.forwards.last.visits[present.unit] += 1
+            elif name in present.plan.trained:
+                self.again.read(name)
         return present.leaves[name]
 
     @contextmanager
@@ -347,26 +321,14 @@ class ForwardBackward:
             self._need(saved.unit.name)
         return self.gathers.from_saved(saved)
 
-    @property
-    def goes_back(self) -> bool:
-        """Whether a backward runs, and not a forward."""
-        return self._events.phase != "forward"
-
-    def add_grads(
-        self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None], is_again: bool = False
-    ) -> None:
-        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped.
-
-        `is_again`: whether they are of a visit that the backward itself has made.
-        """
+    def add_grads(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
+        """Takes gradients of a unit's parameters from autograd. A gradient may be None; a gradient without a name is dropped."""
         self._check_runs()
         if self._events.phase == "forward":
             raise RuntimeError(INSIDE)
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        if self._is_first and not is_again:
-            self._without.update(name for name in names if name not in given)
         masks: dict[str, Tensor | None] = {}
         for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
             pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
@@ -384,10 +346,16 @@ class ForwardBackward:
                 self._reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
-    def end_visit(
-        self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None], is_again: bool = False
-    ) -> None:
+    def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
-        self.add_grads(unit, names, grads, is_again)
+        self.add_grads(unit, names, grads)
         if self.status != "passed":
             self._events.ask("end_visit", unit)
+
+
+def _unit_of(plan: Plan, name: str) -> UnitPlan:
+    if name not in plan.homes:
+        from fzero.runtime.parameter_errors import late
+
+        raise late("parameter", name)
+    return plan.homes[name][0]

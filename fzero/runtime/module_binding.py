@@ -172,8 +172,8 @@ class Binding:
             if type(param) is nn.Parameter:  # another rank in lockstep may have bound it
                 if param._backward_hooks or param._post_accumulate_grad_hooks:
                     check_no_hooks(self._names_of[id(param)], param)
-            elif own_params.is_of_own_class(param):
-                marks.setdefault(self._names_of[id(param)], {})["__class__"] = type(param)
+            elif kind := own_params.own_class(param):
+                marks.setdefault(self._names_of[id(param)], {})["__class__"] = kind
         return {id(param): param for param in own}, marks
 
 
@@ -197,7 +197,8 @@ class _BufferSlot(NamedTuple):
     def present(self) -> Tensor:
         """`now`; raises if the forward has removed the buffer."""
         if (now := self.now) is None:
-            raise self._wrong_kind(None)
+            self.check_kind()
+        assert now is not None
         return now
 
     def take_marks(self) -> None:
@@ -216,12 +217,9 @@ class _BufferSlot(NamedTuple):
     def check_kind(self) -> None:
         """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
         if self.kind != (now := shape_and_dtype(self.now)):
-            raise self._wrong_kind(now)
+            from fzero.runtime.parameter_errors import wrong_kind
 
-    def _wrong_kind(self, now: ShapeAndDtype) -> ValueError:
-        from fzero.runtime.parameter_errors import wrong_kind
-
-        return wrong_kind(self.name, self.kind, now)
+            raise wrong_kind(self.name, self.kind, now)
 
 
 def _bind_buffers(

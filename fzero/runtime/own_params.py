@@ -135,11 +135,11 @@ _STAND_INS: dict[type, type] = {nn.Parameter: StandIn, Tensor: HeldStandIn}
 _PLAIN = {stand_in: plain for plain, stand_in in _STAND_INS.items()}
 
 
-def is_of_own_class(x: Tensor) -> bool:
-    """Whether a parameter has a class of the user's own, which is a subclass of `nn.Parameter`."""
-    return (
-        type(x) not in (nn.Parameter, StandIn) and issubclass(type(x), nn.Parameter) and not hasattr(x, "fzero_divided")
-    )
+def own_class(x: Tensor) -> type | None:
+    """The class of a parameter, where it is the user's own subclass of `nn.Parameter`; else None."""
+    kind = x.__dict__.get("fzero_class", type(x))
+    is_own = kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not kind.__module__.startswith("fzero.")
+    return kind if is_own else None
 
 
 def enter(substitutes: Substitutes) -> Callable[[], None]:
