@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
-from fzero.runtime.fetched_parameters import new_marks
+from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, pass_as_parameter
 from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
@@ -69,7 +69,7 @@ class _Given(NamedTuple):
     @property
     def error(self) -> ValueError | None:
         """What the forward has done to the tensor that a parameter does not allow."""
-        hooks, marks = (self.leaf._backward_hooks or {}).values(), new_marks(self.leaf)
+        hooks, marks = (self.leaf._backward_hooks or {}).values(), untraced(new_marks)(self.leaf)
         is_kept = self.leaf.requires_grad is self.requires_grad
         if is_kept and not marks and all(isinstance(hook, _RefusesParts) for hook in hooks):
             return None

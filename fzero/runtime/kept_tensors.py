@@ -16,12 +16,19 @@ from torch import Tensor
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.runtime.held_tensors import Held, has_storage
 from fzero.runtime.step_runtime import StepRuntime
+from fzero.storage.file_tensor import StoredTensor
 
 
-def hold(run: StepRuntime) -> None:
-    """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later."""
+def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
+    """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
+
+    Views of the state's own flat buffers, `params`, follow it by themselves.
+    """
     learned, own = run.learned, dict(run.recipe.model.named_parameters(remove_duplicate=False))
-    kept = {each.memory.cdata: each.key for each in learned.lingering if each.is_held}
+    homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
+    kept = {
+        each.memory.cdata: each.key for each in learned.lingering if each.is_held and each.memory.cdata not in homes
+    }
     if learned.leaves:
         found = [Held(leaf, ref(own[name]), name, False) for name, leaf in learned.leaves if leaf() is not None]
         for x in gc.get_objects() if kept else ():

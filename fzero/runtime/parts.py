@@ -130,7 +130,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     if learned.leaves or any(each.is_held for each in learned.lingering):
         from fzero.runtime.kept_tensors import hold
 
-        hold(run)
+        hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}

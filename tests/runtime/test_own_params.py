@@ -211,10 +211,31 @@ class KeepsData(Model):
         return super().use(x) + self.kept[0].sum()
 
 
-def test_a_view_of_gathered_memory_that_outlives_its_step_is_reported() -> None:
-    """In the other stages it is a view of the state, which follows the parameter."""
-    torch.testing.assert_close(trained(fzero.make_train_step(make(KeepsData), config(0))), plain_weights(KeepsData))
-    step = fzero.make_train_step(make(KeepsData), config(3), units=["a", "b"])
+class KeepsAWeight(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.kept = getattr(self, "kept", None) or [self.a.weight]
+        return super().use(x) @ self.kept[0]
+
+
+@pytest.mark.parametrize("model", [KeepsData, KeepsAWeight])
+@pytest.mark.filterwarnings("ignore:the (for|back)ward runs its units in an order")
+def test_what_a_model_keeps_from_its_first_forward_follows_the_parameter(model: type[Model]) -> None:
+    assert_trains_as_plainly(model)
+    step = fzero.make_train_step(make(model), config(3), units=["a", "b"])
+    torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+
+
+class KeepsDataLater(Model):
+    calls = 0
+
+    def use(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept = getattr(self, "kept", None) or ([self.a.weight.data] if self.calls > 1 else None)
+        return super().use(x)
+
+
+def test_a_view_of_gathered_memory_that_a_later_forward_keeps_is_reported() -> None:
+    step = fzero.make_train_step(make(KeepsDataLater), config(3), units=["a", "b"])
     with pytest.warns(UserWarning, match=r"parameters of 'a/float32': a tensor that a forward of an earlier step made"):
         trained(simulate(step, 2, by="lockstep"), 2)
 
