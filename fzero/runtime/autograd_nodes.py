@@ -33,14 +33,13 @@ class UnitRoot(torch.autograd.Function):
         ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
-        ctx.is_first = work.again.is_on and work.given.is_open
+        ctx.is_again = not work.given.is_open
         ctx.set_materialize_grads(False)
         return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        if ctx.is_first:
-            ctx.work.again.came(ctx.names, grads)
+        ctx.work.again.came(ctx.names, grads, is_again=ctx.is_again)
         ctx.work.end_visit(ctx.unit, ctx.names, grads)
         return None, None, None, None, None
 
@@ -51,14 +50,13 @@ class ParamLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
         ctx.work, ctx.unit, ctx.name = work, unit, name
-        ctx.is_first = work.again.is_on and work.given.is_open
+        ctx.is_again = not work.given.is_open
         ctx.set_materialize_grads(False)
         return view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        if ctx.is_first:
-            ctx.work.again.came((ctx.name,), grads)
+        ctx.work.again.came((ctx.name,), grads, is_again=ctx.is_again)
         ctx.work.add_grads(ctx.unit, (ctx.name,), grads)
         return None, None, None, None, None
 
@@ -133,10 +131,7 @@ class ReadAgain:
     """The parameters that modules read again in the backwards of a first step, by themselves.
 
     A function of autograd may run a module in its backward. There the parameters are new tensors. If it differentiates by those
-    of its forward, the gradient would be lost.
-
-    Attributes:
-        is_on: whether this is the first step.
+    of its forward, the gradient would be lost. `is_on`: whether this is the first step.
     """
 
     def __init__(self, is_on: bool) -> None:
@@ -150,9 +145,12 @@ class ReadAgain:
             if hooks is None or "_recomputation_hook" not in getattr(hooks[0], "__qualname__", ""):
                 self._read.add(name)
 
-    def came(self, names: Iterable[str], grads: Iterable[Tensor | None]) -> None:
-        """Records the parameters of a forward's visit that got no gradient."""
-        self._without.update(name for name, grad in zip(names, grads) if name and grad is None)
+    def came(self, names: Iterable[str], grads: Iterable[Tensor | None], *, is_again: bool) -> None:
+        """Records the end of a visit that a forward or (`is_again`) a backward has made."""
+        if self.is_on and is_again:
+            self._read.difference_update(names)  # autograd goes through what has run again
+        elif self.is_on:
+            self._without.update(name for name, grad in zip(names, grads) if name and grad is None)
 
     @contextmanager
     def checked(self) -> Iterator[None]:

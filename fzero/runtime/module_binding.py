@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.runtime import own_params
 from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, ShapeAndDtype, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.runtime.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.runtime.refusals import ShapeAndDtype
 
 
 def is_bound(model: nn.Module) -> bool:

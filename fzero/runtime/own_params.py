@@ -20,13 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.runtime.held_tensors import Held, address
+from fzero.runtime.refusals import ParameterError, ShapeAndDtype
 from fzero.runtime.tensor_uses import called, needs_values
 
 Fetch = Callable[[str], Tensor]
-
-
-class ParameterError(ValueError):
-    """The model uses its parameters in a way that a step does not support."""
 
 
 class Substitutes(NamedTuple):
@@ -297,10 +294,6 @@ def _share_elements(one: _Span, other: _Span) -> bool:
 
 
 # --- while it runs -------------------------------------------------------------------------------------------------
-
-
-ShapeAndDtype = tuple[torch.Size, torch.dtype] | None
-"""A tensor's shape and dtype, or None for no tensor."""
 
 
 def shape_and_dtype(tensor: Tensor | None) -> ShapeAndDtype:

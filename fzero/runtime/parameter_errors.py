@@ -5,7 +5,7 @@ Each function returns an error with the name of the parameter, the rule and the 
 
 from __future__ import annotations
 
-from fzero.runtime.own_params import ParameterError, ShapeAndDtype
+from fzero.runtime.refusals import ParameterError, ShapeAndDtype
 
 
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
