@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from fzero.engine.param_status import mark, unmark
 from fzero.plans.plan import Plan
-from fzero.runtime.own_params import is_bound, not_trained, with_present
+from fzero.runtime.own_params import is_bound, with_present
+from fzero.runtime.parameter_errors import not_trained
 from fzero.runtime.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
 from sharding import Sharded
 from sharding.views import unflatten
@@ -132,7 +133,7 @@ class LiveParams:
         """Sets a parameter's values."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            param.__class__ = param.__dict__.pop("fzero_class", nn.Parameter)
         param.data = value
         self._given[name] = _identity(param)
         self._mark(name, tuple(value.shape), is_here=True)
@@ -141,7 +142,7 @@ class LiveParams:
         """Removes a parameter's values; its dtype and device are kept."""
         param = self.own[name]
         if isinstance(param, PartitionedParameter):
-            param.__class__ = nn.Parameter  # type: ignore[assignment]
+            param.__class__ = param.__dict__.pop("fzero_class", nn.Parameter)
         self._given.pop(name, None)
         is_empty = not math.prod(shape)
         param.data = torch.empty(shape if is_empty else (0,), dtype=dtype, device=device)
@@ -149,8 +150,8 @@ class LiveParams:
         if not is_empty:
             nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=device)
             plain = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
+            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain, "fzero_class": type(param)}
             param.__class__ = PartitionedParameter
-            param.__dict__ |= {"fzero_name": name, "fzero_plain": plain}
         self._mark(name, shape, is_here=is_empty)
 
     @contextmanager

@@ -18,7 +18,7 @@ from fzero.comms.traced import collective_that_raised
 from fzero.config.config import ConfigError
 from fzero.graph.remat import RematError
 from fzero.graph.schedule import CompileError
-from fzero.runtime.own_params import ParameterError
+from fzero.runtime.refusals import ParameterError
 
 _OWN = (RematError, VmapError, ParameterError, ConfigError)
 

@@ -29,10 +29,11 @@ from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.plans.plan import Plan
-from fzero.runtime.fetched_parameters import FetchedParameters, marks_of
+from fzero.runtime.fetched_parameters import FetchedParameters, marks_of, new_marks
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, late, shape_and_dtype, was_changed, wrong_kind
+from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
+from fzero.runtime.parameter_errors import late, marked, of_own_class, was_changed, wrong_kind
 from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -251,8 +252,12 @@ class ModelInGraph:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
         tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
         for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
-            if (marks := marks_of(own)) and (given_as := self._aliases.get(name, name)) in tensors:
-                vars(tensors[given_as]).update(marks)  # caches belong to their module
+            if kind := own_class(own):
+                raise of_own_class(name, kind)
+            if (given_as := self._aliases.get(name, name)) in tensors:  # caches belong to their module
+                attributes = vars(tensors[given_as])
+                attributes.update(marks_of(own))
+                attributes["fzero_marks"] = {**attributes}
         given, kinds = self._named(tensors), {name: shape_and_dtype(buffer_) for name, buffer_ in buffers.items()}
         see = self._see(tensors, n)
         self._module.inside = partial(self._seeing, see, n, micro)
@@ -261,6 +266,8 @@ class ModelInGraph:
         for name, tensor in tensors.items():
             if given[f"model.{name}"] is not tensor and name not in buffers:
                 raise late("parameter", name)
+            if found := new_marks(tensor):
+                raise marked("buffer" if name in buffers else "parameter", name, found[0])
         _check_no_late_buffers(self._module.model, self._aliases, buffers)
         for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
             module._init_flat_weights()

@@ -45,7 +45,8 @@ from fzero.graph.remat import marked
 from fzero.runtime.fetched_parameters import marks_of
 from fzero.runtime.held_tensors import Held
 from fzero.runtime.module_changes import attributes_kept
-from fzero.runtime.own_params import HeldStandIn, StandIn, late
+from fzero.runtime.own_params import HeldStandIn, StandIn
+from fzero.runtime.parameter_errors import late
 
 _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

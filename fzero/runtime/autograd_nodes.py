@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fzero.runtime.refusals import UNRELATED
+from fzero.runtime.refusals import NOT_USED, UNRELATED
 
 SMALL = 1 << 16
 """The most elements of a parameter that shares the node of its visit."""
@@ -32,11 +33,13 @@ class UnitRoot(torch.autograd.Function):
         ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
+        ctx.is_again = not work.given.is_open
         ctx.set_materialize_grads(False)
         return tuple(views)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.work.again.came(ctx.names, grads, is_again=ctx.is_again)
         ctx.work.end_visit(ctx.unit, ctx.names, grads)
         return None, None, None, None, None
 
@@ -47,11 +50,13 @@ class ParamLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
         ctx.work, ctx.unit, ctx.name = work, unit, name
+        ctx.is_again = not work.given.is_open
         ctx.set_materialize_grads(False)
         return view
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        ctx.work.again.came((ctx.name,), grads, is_again=ctx.is_again)
         ctx.work.add_grads(ctx.unit, (ctx.name,), grads)
         return None, None, None, None, None
 
@@ -120,3 +125,43 @@ def only_forward(visits: Visits) -> int:
             f"(activation_checkpointing)"
         )
     return next(iter(visits))
+
+
+class ReadAgain:
+    """The parameters that modules read again in the backwards of a first step, by themselves.
+
+    A function of autograd may run a module in its backward. There the parameters are new tensors. If it differentiates by those
+    of its forward, the gradient would be lost. `is_on`: whether this is the first step.
+    """
+
+    def __init__(self, is_on: bool) -> None:
+        self.is_on, self._read, self._without = is_on, set[str](), set[str]()
+
+    def read(self, name: str) -> None:
+        """Records that a backward reads a trained parameter, with gradients enabled."""
+        if self.is_on:
+            hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+            # `torch.utils.checkpoint` takes the saved tensors of this graph only.
+            if hooks is None or "_recomputation_hook" not in getattr(hooks[0], "__qualname__", ""):
+                self._read.add(name)
+
+    def came(self, names: Iterable[str], grads: Iterable[Tensor | None], *, is_again: bool) -> None:
+        """Records the end of a visit that a forward or (`is_again`) a backward has made."""
+        if self.is_on and is_again:
+            self._read.difference_update(names)  # autograd goes through what has run again
+        elif self.is_on:
+            self._without.update(name for name, grad in zip(names, grads) if name and grad is None)
+
+    @contextmanager
+    def checked(self) -> Iterator[None]:
+        """Raises ValueError at the end of a backward if a parameter was read in it, and its visit got no gradient."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not (self._read and NOT_USED in str(error)):
+                raise
+            self._without |= self._read
+        if lost := self._read & self._without:
+            from fzero.runtime.parameter_errors import lost_again
+
+            raise lost_again(min(lost))

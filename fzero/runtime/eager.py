@@ -34,14 +34,13 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
-from fzero.runtime.autograd_nodes import Visits, visits_in
+from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
 from fzero.runtime.fetched_parameters import untraced
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes
-from fzero.runtime.own_params import late
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
@@ -72,9 +71,9 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
+        given, again: the parameters that the model got in forwards, and by itself in backwards.
         gathers: the gathered units.
-        anchor: the input of every `UnitRoot`. It is on the device of the parameters, so that autograd runs every
-            `UnitRoot` and `ParamLeaf` on one thread.
+        anchor: the input of every `UnitRoot`, on the device of the parameters, so that autograd runs all nodes on one thread.
     """
 
     def __init__(
@@ -92,13 +91,13 @@ class ForwardBackward:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.forwards, self._seen = Forwards(), seen
-        self._given = GivenParams(seen.scored)
-        self.gathers = Gathers(plan, mesh, params, transfer, seen, self._given.was_changed)
+        self.given = GivenParams(seen.scored)
+        self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self._runs_again = False
+        self._runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
@@ -134,12 +133,12 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self._given.begin(compares=compares)
-            with self._given.named_errors(), self.saving() if saves else nullcontext():
+            self.given.begin(compares=compares)
+            with self.given.named_errors(), self.saving() if saves else nullcontext():
                 yield
             self._range.close()
             self.gathers.check_full()
-            self._given.end()
+            self.given.end()
             self._events.ask("boundary")
 
     @contextmanager
@@ -178,13 +177,13 @@ class ForwardBackward:
             is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
             self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
-            self._loss_stats = collectives.start_stack(
-                row, self.mesh.world, label=Label("loss_stats", phase="boundary")
-            )
+            label = Label("loss_stats", phase="boundary")
+            self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
             if check is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
-            yield found
+            with self.again.checked():
+                yield found
             if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
@@ -247,8 +246,7 @@ class ForwardBackward:
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
-        """Called outside the two halves: begins a backward of all ranks (`Forwards.begins`), or raises, because collectives
-        need all ranks."""
+        """Outside the two halves, begins a backward of all ranks (`Forwards.begins`), or raises: collectives need all ranks."""
         if self.status == "idle":
             self.forwards.begins()
         if self.status not in ("running", "passed"):
@@ -260,17 +258,18 @@ class ForwardBackward:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         present = self._present
         if present is None or name not in present.leaves:
-            if name not in self.plan.homes:
-                raise late("parameter", name)
-            unit, _ = self.plan.homes[name]
+            unit = _unit_of(self.plan, name)
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
         is_new = not present.is_recorded and not self._runs_again
-        if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
-            present.is_recorded, visits = True, self.forwards.last.visits
-            visits[present.unit] = visits.get(present.unit, 0) + 1
+        if is_new and torch.is_grad_enabled():
+            if self._events.phase == "forward":
+                present.is_recorded = True
+                self.forwards.last.visits[present.unit] += 1
+            elif name in present.plan.trained:
+                self.again.read(name)
         return present.leaves[name]
 
     @contextmanager
@@ -285,14 +284,14 @@ class ForwardBackward:
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
         if self._present is not None:
-            self._given.check(self._present.plan)
+            self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
         with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
             self._leave(unit.name)
             self._events.ask("enter", unit.name)
             work, flats, seen = None if self.grads is None else self, self.gathers.full(unit), self.gathers.seen(unit)
-            self._present = present = self._given.visit(unit, flats, self.forwards.last, work, seen=seen)
+            self._present = present = self.given.visit(unit, flats, self.forwards.last, work, seen=seen)
         return present
 
     def _need(self, unit: str) -> None:
@@ -352,3 +351,11 @@ class ForwardBackward:
         self.add_grads(unit, names, grads)
         if self.status != "passed":
             self._events.ask("end_visit", unit)
+
+
+def _unit_of(plan: Plan, name: str) -> UnitPlan:
+    if name not in plan.homes:
+        from fzero.runtime.parameter_errors import late
+
+        raise late("parameter", name)
+    return plan.homes[name][0]

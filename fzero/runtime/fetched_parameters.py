@@ -69,8 +69,14 @@ def marks_of(param: Tensor) -> dict[str, Any]:
     return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED)}
 
 
+def new_marks(param: Tensor) -> list[str]:
+    """The attributes that a forward has set on a fetched parameter."""
+    own = param.__dict__.get("fzero_marks", {})
+    return [key for key, value in marks_of(param).items() if key not in own or own[key] is not value]
+
+
 def marked(fetch: Fetch, marks: Mapping[str, dict[str, Any]], name: str) -> Tensor:
-    """`fetch(name)` with the Python attributes of the module's own parameter."""
+    """`fetch(name)` with the class and the Python attributes of the module's own parameter."""
     tensor = fetch(name)
     if name in marks:
         untraced(_mark)(tensor, marks[name])
@@ -78,8 +84,10 @@ def marked(fetch: Fetch, marks: Mapping[str, dict[str, Any]], name: str) -> Tens
 
 
 def _mark(tensor: Tensor, marks: Mapping[str, Any]) -> None:
-    if not marks.keys() <= tensor.__dict__.keys():
-        tensor.__dict__.update(marks)
+    if "fzero_marks" not in tensor.__dict__:
+        tensor.__class__ = marks.get("__class__", type(tensor))
+        tensor.__dict__.update(marks, fzero_marks=marks)
+        tensor.__dict__.pop("__class__", None)
 
 
 _UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
+from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
-from fzero.runtime.own_params import bits_of, flag_changed, has_hook, partial_grad, pass_as_parameter, was_changed
+from fzero.runtime.own_params import bits_of, pass_as_parameter
 from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
 from sharding.views import unflatten
 
@@ -65,6 +66,23 @@ class _Given(NamedTuple):
         same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
         return not same
 
+    @property
+    def error(self) -> ValueError | None:
+        """What the forward has done to the tensor that a parameter does not allow."""
+        hooks, marks = (self.leaf._backward_hooks or {}).values(), untraced(new_marks)(self.leaf)
+        is_kept = self.leaf.requires_grad is self.requires_grad
+        if is_kept and not marks and all(isinstance(hook, _RefusesParts) for hook in hooks):
+            return None
+        from fzero.runtime.parameter_errors import flag_changed, has_hook, marked
+
+        return (
+            marked("parameter", self.name, marks[0])
+            if marks
+            else has_hook(self.name)
+            if is_kept
+            else flag_changed(self.name)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class _RefusesParts:
@@ -77,6 +95,8 @@ class _RefusesParts:
     def __call__(self, grad: Tensor) -> None:
         """Raises ValueError inside the forward, where the model itself has asked for the gradient."""
         if self.given.is_open:
+            from fzero.runtime.parameter_errors import partial_grad
+
             raise partial_grad(self.name)
 
 
@@ -93,6 +113,7 @@ class GivenParams:
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
         self._scored, self.is_open = scored, False
         self._given: list[_Given] | None = None  # None where values are not compared
+        self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
         self._first: dict[str, list[ref[Tensor]]] = {}  # the leaves of each unit's first visit
 
     def begin(self, *, compares: bool) -> None:
@@ -114,6 +135,8 @@ class GivenParams:
             if any(f" of {node.__name__}" in str(error) for node in (UnitRoot, ParamLeaf)):  # changed in place
                 raise self.was_changed("of the model") from error
             if CHANGES_FLAG in str(error):
+                from fzero.runtime.parameter_errors import flag_changed
+
                 raise flag_changed(None) from error
             if HOOKS_SAVED in str(error):
                 raise ValueError(TRANSFORMED) from error
@@ -147,6 +170,7 @@ class GivenParams:
                 _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
                 for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
             ]
+            self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
         for name, leaf in leaves.items():
             pass_as_parameter(leaf, name)
         if self.is_open and work is not None:
@@ -208,10 +232,8 @@ class GivenParams:
             return
         name = "" if unit is None else unit.name
         for given in self._given:
-            if given.leaf.requires_grad is not given.requires_grad:
-                raise flag_changed(given.name)
-            if any(not isinstance(hook, _RefusesParts) for hook in (given.leaf._backward_hooks or {}).values()):
-                raise has_hook(given.name)
+            if error := given.error:
+                raise error
         if unit is None or unit.gathered_numel:
             if any(given.is_changed for given in self._given if unit is None or given.unit == name):
                 raise self.was_changed("of the model")
@@ -221,4 +243,6 @@ class GivenParams:
         """The error for a parameter that a forward has changed, with its name where it is known."""
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
+        from fzero.runtime.parameter_errors import was_changed
+
         return was_changed(names[0] if names else None, where)

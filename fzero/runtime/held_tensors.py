@@ -81,7 +81,7 @@ def find_held(model: nn.Module) -> tuple[Held, ...]:
     }
     if shared:
         for x in gc.get_objects():
-            if type(x) in (Tensor, nn.Parameter) and id(x) not in owners and _has_storage(x):
+            if type(x) in (Tensor, nn.Parameter) and id(x) not in owners and has_storage(x):
                 found += _held_by(x, shared.get(x.untyped_storage()._cdata, ()))
     return tuple(found)
 
@@ -94,7 +94,7 @@ def _slots(model: nn.Module) -> Iterator[tuple[Tensor, str, bool, bool]]:
             for key in slots:
                 is_alone = _num_references(slots, key) <= _ALONE
                 tensor, is_cache = slots[key], is_buffer and key in module._non_persistent_buffers_set
-                if type(tensor) in (Tensor, nn.Parameter) and not is_cache and _has_storage(tensor):
+                if type(tensor) in (Tensor, nn.Parameter) and not is_cache and has_storage(tensor):
                     yield tensor, dot + key, is_buffer, is_alone  # type: ignore[misc]
 
 
@@ -106,7 +106,7 @@ _ALONE = _num_references({"one": object()}, "one")
 """The references to a tensor that only its module holds."""
 
 
-def _has_storage(x: Any) -> bool:
+def has_storage(x: Any) -> bool:
     return x.layout == torch.strided and x.device.type != "meta" and x.numel() > 0 and address(x) > 0
 
 

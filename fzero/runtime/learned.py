@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
+from weakref import ref
+
+from torch import Tensor
 
 from fzero.plans.replay import Memory
 from fzero.plans.unit_orders import Event, Orders, Run
@@ -28,6 +30,7 @@ class Learned:
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
         own_grads: checks in the first step that the module's own parameters got no gradients.
+        leaves: the parameters as the first forward got them, by name, until the next step.
         lingering: the gathered buffers of which the model held views in the last step.
         sharing: the names of buffers that share memory, which a step must not change.
         holds_still: whether any forward has excluded trained parameters from its gradients (`still`).
@@ -40,6 +43,7 @@ class Learned:
     moving_buffers: frozenset[str] | None = None
     compared: set[str] = field(default_factory=set)
     own_grads: OwnGrads | None = None
+    leaves: list[tuple[str, ref[Tensor]]] = field(default_factory=list)
     lingering: list[Lingering] = field(default_factory=list)
     sharing: frozenset[str] = frozenset()
     holds_still: bool = False
@@ -51,16 +55,6 @@ class Learned:
         orders = Orders() if recipe.schedule == "learned" else None
         hyper = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
         return cls(orders, hyper, Origin(recipe.model), sharing=sharing_buffers(recipe.model))
-
-    def check_lingering(self) -> None:
-        """Warns where a view of a gathered buffer has outlived its step."""
-        if kept := sorted({each.key for each in self.lingering if each.is_held}):
-            warnings.warn(
-                f"parameters of {kept[0]!r}: a tensor that a forward of an earlier step made without a copy (weight.data, "
-                f"weight.detach()) is still held, and keeps the values of that step, because stage 3 gathers others; if the "
-                f"model computes with it, make it anew in each forward; if not, hold a clone, which takes less memory",
-                stacklevel=4,
-            )
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:

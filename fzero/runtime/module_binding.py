@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.runtime import own_params
 from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, ShapeAndDtype, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.runtime.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.runtime.refusals import ShapeAndDtype
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -72,6 +73,10 @@ class Binding:
         self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
         self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
 
+    def hold(self, found: Sequence[Held]) -> None:
+        """Adds tensors that the model keeps from a forward."""
+        self._held = (*self._held, *found)
+
     def _places(self) -> list[_Place]:
         if not self._found or any(place.module._modules != place.children for place in self._found):
             listed, self._known = nn.Module.named_parameters, ([], [])
@@ -116,8 +121,7 @@ class Binding:
             if leave is not None:
                 leave()
             for slot in slots:
-                for mark in marks_of(slot.before) if slot.before is not None and slot.before.__dict__ else ():
-                    del slot.before.__dict__[mark]  # it is of the module, not of the state
+                slot.take_marks()
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:
                     buffers[slot.name] = slot.now.detach().clone()  # it may be part of the batch, or hold a graph
             for module, own_lister in listers:
@@ -164,11 +168,13 @@ class Binding:
                         place.names[key] = names_of[id(param)] = self._aliases.get(dot + key, dot + key)
             self._known, self._names_of = known, names_of
         own = [param for param in own if param is not None]
-        for param in own:
-            # Of another class, another rank in lockstep has bound it.
-            if type(param) is nn.Parameter and (param._backward_hooks or param._post_accumulate_grad_hooks):
-                check_no_hooks(self._names_of[id(param)], param)
         marks = {self._names_of[id(x)]: set_ for x in own if x.__dict__ and (set_ := marks_of(x))}
+        for param in own:
+            if type(param) is nn.Parameter:  # another rank in lockstep may have bound it
+                if param._backward_hooks or param._post_accumulate_grad_hooks:
+                    check_no_hooks(self._names_of[id(param)], param)
+            elif kind := own_params.own_class(param):
+                marks.setdefault(self._names_of[id(param)], {})["__class__"] = kind
         return {id(param): param for param in own}, marks
 
 
@@ -181,6 +187,8 @@ class _BufferSlot(NamedTuple):
     before: Tensor | None
     kind: ShapeAndDtype
     """The kind of `before` when it was bound."""
+    own: Tensor | None
+    """The module's own buffer."""
 
     @property
     def now(self) -> Tensor | None:
@@ -190,13 +198,29 @@ class _BufferSlot(NamedTuple):
     def present(self) -> Tensor:
         """`now`; raises if the forward has removed the buffer."""
         if (now := self.now) is None:
-            raise own_params.wrong_kind(self.name, self.kind, None)
+            self.check_kind()
+        assert now is not None
         return now
+
+    def take_marks(self) -> None:
+        """Passes the Python attributes that the forward has set on to the module's own buffer: the state holds none."""
+        own, before, now = self.own, self.before, self.now
+        if own is None or before is None or now is None:
+            return
+        if own.__dict__ or now.__dict__:
+            marks = marks_of(now)
+            for key in marks_of(own).keys() - marks.keys():
+                del own.__dict__[key]
+            own.__dict__.update(marks)
+        for key in marks_of(before) if before.__dict__ else ():
+            del before.__dict__[key]
 
     def check_kind(self) -> None:
         """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
         if self.kind != (now := shape_and_dtype(self.now)):
-            raise own_params.wrong_kind(self.name, self.kind, now)
+            from fzero.runtime.parameter_errors import wrong_kind
+
+            raise wrong_kind(self.name, self.kind, now)
 
 
 def _bind_buffers(
@@ -209,14 +233,16 @@ def _bind_buffers(
         if is_cache and name not in buffers:
             continue  # it belongs to the module, like an attribute
         if buffer is None:
-            yield _BufferSlot(module._buffers, key, dot + key, None, None)
+            yield _BufferSlot(module._buffers, key, dot + key, None, None, None)
             continue
         if name not in buffers:
-            raise own_params.late("buffer", name)
+            from fzero.runtime.parameter_errors import late
+
+            raise late("buffer", name)
         module._buffers[key] = buffers[name]
         if buffer.__dict__:
             buffers[name].__dict__.update(marks_of(buffer))
-        yield _BufferSlot(module._buffers, key, name, buffers[name], shape_and_dtype(buffers[name]))
+        yield _BufferSlot(module._buffers, key, name, buffers[name], shape_and_dtype(buffers[name]), buffer)
 
 
 def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
@@ -227,16 +253,18 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
     assert isinstance(parameters, FetchedParameters)
     if not parameters.is_changed and len(module._buffers) <= len(own_buffers):
         return
+    from fzero.runtime.parameter_errors import late, replaced
+
     dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
-            raise own_params.late("parameter", dot + key)
+            raise late("parameter", dot + key)
     for key, name in place.names.items():
         if parameters.names.get(key) != name:
-            raise own_params.replaced(dot + key, parameters.names.get(key))
+            raise replaced(dot + key, parameters.names.get(key))
     for key, buffer in module._buffers.items():
         if key not in own_buffers and buffer is not None and key not in module._non_persistent_buffers_set:
-            raise own_params.late("buffer", dot + key)
+            raise late("buffer", dot + key)
 
 
 def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
@@ -251,14 +279,20 @@ def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> No
 
 
 def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
-    """Raises ValueError where a forward has replaced one module by another: the next binding would give it other weights."""
-    places = {id(place.module): place.prefix for place in found}
+    """Raises ValueError where a forward has replaced a module by another one, or removed one that has parameters."""
+    from fzero.runtime.parameter_errors import late, replaced
+
+    places = {id(place.module): place for place in found}
     for prefix, module in model.named_modules():
-        if places.get(id(module)) != prefix:
+        place = places.pop(id(module), None)
+        if place is None or place.prefix != prefix:
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
                 for key, own in dict.items(slots):
                     if own is not None:
-                        raise own_params.late(kind, f"{prefix}.{key}")
+                        raise late(kind, f"{prefix}.{key}")
+    for place in places.values():
+        for key in place.names:
+            raise replaced(f"{place.prefix}.{key}", None)
 
 
 @contextmanager

@@ -15,7 +15,6 @@ from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.runtime.loss import agreed_buffers, range_places
-from fzero.runtime.own_params import not_a_view
 
 
 def moved(buffers: Mapping[str, Tensor], before: Mapping[str, tuple[Tensor, int]]) -> set[str]:
@@ -28,6 +27,8 @@ def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set and holds(buffer):
+                from fzero.runtime.parameter_errors import not_a_view
+
                 raise not_a_view(f"{prefix}.{key}" if prefix else key)
 
 

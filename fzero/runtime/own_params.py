@@ -20,13 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.runtime.held_tensors import Held, address
+from fzero.runtime.refusals import ParameterError, ShapeAndDtype
 from fzero.runtime.tensor_uses import called, needs_values
 
 Fetch = Callable[[str], Tensor]
-
-
-class ParameterError(ValueError):
-    """The model uses its parameters in a way that a step does not support."""
 
 
 class Substitutes(NamedTuple):
@@ -135,6 +132,13 @@ _STAND_INS: dict[type, type] = {nn.Parameter: StandIn, Tensor: HeldStandIn}
 _PLAIN = {stand_in: plain for plain, stand_in in _STAND_INS.items()}
 
 
+def own_class(x: Tensor) -> type | None:
+    """The class of a parameter, where it is the user's own subclass of `nn.Parameter`; else None."""
+    kind = x.__dict__.get("fzero_class", type(x))
+    is_own = kind is not nn.Parameter and issubclass(kind, nn.Parameter) and not kind.__module__.startswith("fzero.")
+    return kind if is_own else None
+
+
 def enter(substitutes: Substitutes) -> Callable[[], None]:
     """Substitutes present values for tensors of a module; returns a function that ends the substitution."""
     mine = _Bound(threading.get_ident(), substitutes)
@@ -196,12 +200,20 @@ def check_tensors(model: nn.Module) -> None:
                 f"pass a model of fzero.deepspeed.zero.Init to fzero.initialize, or make the model outside of it"
             )
     for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        if tensor.layout != torch.strided:
-            kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+        is_param, kind = isinstance(tensor, nn.Parameter), type(tensor)
+        wraps = is_param and not issubclass(kind, nn.Parameter) and kind.__name__ != "FakeTensor"
+        if wraps or tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
             raise ValueError(
-                f"{kind} {name!r}: must be dense, because the state holds it in flat memory, got layout {tensor.layout}; keep it "
-                f"in a plain attribute if it never changes, or register its indices and values and build it in the forward"
+                f"{'parameter' if is_param else 'buffer'} {name!r}: must be dense, because the state holds it in flat memory, "
+                f"got {kind.__name__} of {tensor.dtype} and layout {tensor.layout}; keep it in a plain attribute if it never "
+                f"changes, or register the plain tensors that it is made from (indices and values), and make it in the forward"
             )
+    listed = {id(param) for param in model.parameters()}
+    if hidden := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in listed]:
+        raise ValueError(
+            f"parameter {hidden[0]!r}: must be listed by the model's parameters(), as optimizers read it, and its own method "
+            f"leaves it out; freeze it instead (requires_grad_(False))"
+        )
     _check_memory(model)
 
 
@@ -249,14 +261,6 @@ def check_unchanged(names: Collection[str], shared: frozenset[str]) -> None:
         )
 
 
-def not_a_view(name: str) -> ParameterError:
-    """The error for a buffer to which a forward has assigned memory of a parameter."""
-    return ParameterError(
-        f"buffer {name!r}: must not share memory with a parameter, and the forward assigned a view of one (weight.data, "
-        f"weight.detach()), which in a plain loop would follow the parameter's updates; assign a .clone()"
-    )
-
-
 def _sharing(model: nn.Module) -> Iterator[tuple[_Span, _Span]]:
     """The pairs of parameters and buffers that have elements in common."""
     spans = []
@@ -292,79 +296,8 @@ def _share_elements(one: _Span, other: _Span) -> bool:
 # --- while it runs -------------------------------------------------------------------------------------------------
 
 
-def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
-    """The error for a parameter that a forward has changed: the change to a gathered one would be lost."""
-    return ParameterError(
-        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under "
-        f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; the change is lost when the "
-        f"unit is released, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
-        f"steps, or make it a buffer"
-    )
-
-
-def late(kind: str, name: str) -> ParameterError:
-    """The error for a parameter or buffer of the model that the state does not have."""
-    return ParameterError(
-        f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
-        f"with a forward before make_train_step), and do not replace its module"
-    )
-
-
-def replaced(name: str, other: str | None) -> ParameterError:
-    """The error for a parameter that a forward has replaced by another one, or removed."""
-    return ParameterError(
-        f"parameter {name!r}: must keep its place in the module, and the forward "
-        f"{f'put {other!r} there' if other else 'removed it'}; the next forward would begin with {name!r} again, unlike in a "
-        f"plain loop; put it back at the end of the forward (torch.func.functional_call does), or change the module before "
-        f"make_train_step"
-    )
-
-
-ShapeAndDtype = tuple[torch.Size, torch.dtype] | None
-"""A tensor's shape and dtype, or None for no tensor."""
-
-
 def shape_and_dtype(tensor: Tensor | None) -> ShapeAndDtype:
     return None if tensor is None else (tensor.shape, tensor.dtype)
-
-
-def wrong_kind(name: str, before: ShapeAndDtype, now: ShapeAndDtype) -> ParameterError:
-    """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
-    then, there = ("None" if kind is None else _kind_text(kind) for kind in (before, now))
-    return ParameterError(
-        f"buffer {name!r}: must keep its shape and dtype, or stay None, because the state is laid out when the step is "
-        f"made, and the forward changed it from {then} to {there}; register it at its largest size (or run a forward that "
-        f"creates it before make_train_step), or keep it in a plain attribute"
-    )
-
-
-def has_hook(name: str) -> ParameterError:
-    """The error for a gradient hook that the forward registers on a parameter."""
-    return ParameterError(
-        f"parameter {name!r}: must get no gradient hook in the forward, because the hook would be lost when the parameter's unit "
-        f"is released, and got one; change the gradient in the forward (a torch.autograd.Function around "
-        f"the parameter, or a hook on weight * 1), or the parameter after the step"
-    )
-
-
-def flag_changed(name: str | None) -> ParameterError:
-    """The error for a parameter that the forward freezes or unfreezes."""
-    return ParameterError(
-        f"{f'parameter {name!r}' if name else 'parameters of the model'}: must keep requires_grad in the forward, because "
-        f"PyTorch fixes it for a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
-        f"where no gradient is wanted (torch.func.functional_call with detached parameters), or change the flag between "
-        f"two steps"
-    )
-
-
-def partial_grad(name: str) -> ParameterError:
-    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
-    return ParameterError(
-        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
-        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
-        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
-        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
-    )
 
 
 # --- in the first step ---------------------------------------------------------------------------------------------
@@ -380,16 +313,9 @@ class OwnGrads:
         """Raises ValueError if a backward has written one of them."""
         for name, param, before in self._found:
             if _version(param.grad) != before:
+                from fzero.runtime.parameter_errors import not_trained
+
                 raise not_trained(name)
-
-
-def not_trained(name: str) -> ValueError:
-    """The error for a gradient in the module's own parameter."""
-    return ValueError(
-        f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss used it outside; that gradient is "
-        f"in its .grad and trains nothing; move that computation (such as a penalty) into the forward, or "
-        f"give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
-    )
 
 
 def _version(grad: Tensor | None) -> tuple[int, int] | None:
@@ -453,16 +379,14 @@ class Origin:
         found = {name: shape_and_dtype(tensor) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
-            then, there = (_kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
+            from fzero.runtime.parameter_errors import kind_text
+
+            then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
             raise ValueError(
                 f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; change the "
                 f"model (a new head, .half()) before make_train_step"
             )
         return now
-
-
-def _kind_text(kind: ShapeAndDtype) -> str:
-    return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -482,6 +406,6 @@ def full_values(tensor: Tensor) -> Tensor:
 
 def bits_of(tensor: Tensor) -> Tensor:
     """A checksum of the tensor's values: the sum of its bits as integers, 0-d int64 on the CPU."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     size = flat.element_size()
     return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)).sum().cpu()

@@ -127,7 +127,10 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.recipe.model)
-    learned.check_lingering()
+    if learned.leaves or any(each.is_held for each in learned.lingering):
+        from fzero.runtime.kept_tensors import hold
+
+        hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
@@ -162,6 +165,7 @@ def forward(
         result = function()
         if compares:
             check_no_views(run.recipe.model, window.work.gathers.holds)
+            learned.leaves = window.work.given.leaves
     learned.compared.add(kind)
     return result
 

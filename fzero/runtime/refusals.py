@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+
+
+class ParameterError(ValueError):
+    """The model uses its parameters in a way that a step does not support."""
+
+
+ShapeAndDtype = tuple[torch.Size, torch.dtype] | None
+"""A tensor's shape and dtype, or None for no tensor."""
+
 UNRELATED = (
     "backward: the loss must depend on a trainable parameter of the model, through a forward of this step, and does not; "
     "compute it from the model's output (for a batch with nothing to learn from, from 0.0 * output)"
@@ -27,4 +37,5 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
+NOT_USED = "appears to not have been used in the graph"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""

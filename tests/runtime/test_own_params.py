@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.testing._internal.two_tensor import TwoTensor
 
 import fzero
 from fzero.runtime.own_params import StandIn
@@ -211,12 +212,220 @@ class KeepsData(Model):
         return super().use(x) + self.kept[0].sum()
 
 
-def test_a_view_of_gathered_memory_that_outlives_its_step_is_reported() -> None:
-    """In the other stages it is a view of the state, which follows the parameter."""
-    torch.testing.assert_close(trained(fzero.make_train_step(make(KeepsData), config(0))), plain_weights(KeepsData))
-    step = fzero.make_train_step(make(KeepsData), config(3), units=["a", "b"])
+class KeepsAWeight(Model):
+    def use(self, x: Tensor) -> Tensor:
+        self.kept = getattr(self, "kept", None) or [self.a.weight]
+        return super().use(x) @ self.kept[0]
+
+
+@pytest.mark.parametrize("model", [KeepsData, KeepsAWeight])
+@pytest.mark.filterwarnings("ignore:the (for|back)ward runs its units in an order")
+def test_what_a_model_keeps_from_its_first_forward_follows_the_parameter(model: type[Model]) -> None:
+    assert_trains_as_plainly(model)
+    step = fzero.make_train_step(make(model), config(3), units=["a", "b"])
+    torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+
+
+class KeepsDataLater(Model):
+    calls = 0
+
+    def use(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.kept = getattr(self, "kept", None) or ([self.a.weight.data] if self.calls > 1 else None)
+        return super().use(x)
+
+
+def test_a_view_of_gathered_memory_that_a_later_forward_keeps_is_reported() -> None:
+    step = fzero.make_train_step(make(KeepsDataLater), config(3), units=["a", "b"])
     with pytest.warns(UserWarning, match=r"parameters of 'a/float32': a tensor that a forward of an earlier step made"):
         trained(simulate(step, 2, by="lockstep"), 2)
+
+
+class Doubled(nn.Parameter):
+    """A class of parameters with a method, and with another meaning of a function."""
+
+    def twice(self) -> Tensor:
+        return 2 * self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **(kwargs or {}))
+        return 2 * out if func is torch.outer else out
+
+
+class OfItsOwnClass(Model):
+    def set_up(self) -> None:
+        self.a.bias = Doubled(self.a.bias.data)
+
+    def use(self, x: Tensor) -> Tensor:
+        bias = self.a.bias
+        assert isinstance(bias, Doubled)
+        return super().use(x) + bias.twice() + torch.outer(bias, bias).sum()
+
+
+def test_a_parameter_of_a_class_of_its_own_is_one_in_the_forward() -> None:
+    assert_trains_as_plainly(OfItsOwnClass)
+    for stage in (0, 3):
+        engine, *_ = fzero.initialize(model=make(OfItsOwnClass), config=config(stage, train_micro_batch_size_per_gpu=8))
+        for x in batches():
+            engine.backward(engine(x))
+            engine.step()
+        with engine.gathered() as found:
+            torch.testing.assert_close(dict(found), plain_weights(OfItsOwnClass))
+    step = fzero.make_train_step(make(OfItsOwnClass), config(0), compile="step", compile_backend="aot_eager")
+    with pytest.raises(ValueError, match=r"'a.bias': must be an nn.Parameter in one graph.* got Doubled"):
+        trained(step)
+
+
+class Marks(Model):
+    """Sets attributes in its forward: of a parameter, or of a buffer, of which it makes another one each time."""
+
+    kind = "parameter"
+
+    def set_up(self) -> None:
+        self.register_buffer("mean", torch.ones(4))
+
+    def use(self, x: Tensor) -> Tensor:
+        held = self.a.weight if self.kind == "parameter" else self.mean
+        count = getattr(held, "seen", 0) + 1
+        if self.kind == "new buffer":
+            held = self.mean = self.mean.detach().clone()
+        held.seen = count  # type: ignore[union-attr, assignment]
+        return super().use(x) * count  # type: ignore[operator]
+
+
+class MarksABuffer(Marks):
+    kind = "buffer"
+
+
+class MarksANewBuffer(Marks):
+    kind = "new buffer"
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=["eager", "graph"])
+def test_an_attribute_that_a_forward_sets_is_kept_or_refused_by_its_name(options: dict[str, Any]) -> None:
+    for model, kind in ((Marks, "parameter 'a.weight'"), (MarksABuffer, "buffer 'mean'"), (MarksANewBuffer, "")):
+        if kind and (options or model is Marks):
+            with pytest.raises(ValueError, match=f"{kind}: must get no attribute in the forward.* got 'seen'"):
+                trained(fzero.make_train_step(make(model), config(3), units=["a", "b"], **options))
+        elif not options:
+            assert_trains_as_plainly(model)
+            step = fzero.make_train_step(module := make(model), config(3))
+            state, _ = step(step.init(), batches()[0])
+            assert module.mean.seen == 1 and not vars(state.buffers["mean"])  # type: ignore[union-attr]
+
+
+class Adjoint(torch.autograd.Function):
+    """Runs a function again in its backward, and differentiates by the parameters that its forward was given."""
+
+    is_strict = False
+
+    @staticmethod
+    def forward(ctx: Any, func: Any, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.func = func
+        ctx.save_for_backward(x, *params)
+        with torch.no_grad():
+            out: Tensor = func(x)
+            return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *params = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            out = ctx.func(x)
+            return None, *torch.autograd.grad(out, [x, *params], grads, allow_unused=not Adjoint.is_strict)
+
+
+class ByAdjoint(Model):
+    def use(self, x: Tensor) -> Tensor:
+        out: Tensor = Adjoint.apply(self.a, super().use(x), *self.a.parameters())  # type: ignore[no-untyped-call]
+        return self.b(out)
+
+
+class ByAdjointOfCopies(Model):
+    def use(self, x: Tensor) -> Tensor:
+        copies = {name: 1 * param for name, param in self.a.named_parameters()}
+        call = functools.partial(torch.func.functional_call, self.a, copies)
+        out: Tensor = Adjoint.apply(lambda x: call((x,)), super().use(x), *copies.values())  # type: ignore[no-untyped-call]
+        return self.b(out)
+
+
+class BySolver(Model):
+    """A hook that runs a module again differentiates by its input alone."""
+
+    def use(self, x: Tensor) -> Tensor:
+        out = torch.tanh(self.a(x))
+        fixed = out.detach()
+
+        def solve(grad: Tensor) -> Tensor:
+            with torch.enable_grad():
+                again = torch.tanh(self.a(fixed.requires_grad_()))
+            return torch.autograd.grad(again, fixed, grad)[0] + grad
+
+        out.register_hook(solve)
+        return self.b(out)
+
+
+@pytest.mark.parametrize("is_strict", [False, True])
+def test_a_module_that_a_backward_runs_again_gets_its_gradient_or_is_refused(
+    is_strict: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Adjoint, "is_strict", is_strict)
+    for stage in (0, 3):
+        with pytest.raises(ValueError, match=r"'a.bias': must get a gradient where the backward runs its module again"):
+            trained(fzero.make_train_step(make(ByAdjoint), config(stage), units=["a", "b"]))
+    for model in (ByAdjointOfCopies, BySolver):
+        assert_trains_as_plainly(model)
+
+
+class Listed(Model):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.a.parameters(recurse)
+
+
+class OfTwoTensors(Model):
+    def set_up(self) -> None:
+        self.pair = nn.Parameter(TwoTensor(torch.ones(4), torch.ones(4)))  # type: ignore[no-untyped-call]
+
+
+class Quantized(Model):
+    def set_up(self) -> None:
+        self.register_buffer("table", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+
+
+class Drops(Model):
+    def use(self, x: Tensor) -> Tensor:
+        out = super().use(x)
+        del self.b
+        return out
+
+
+def test_tensors_and_lists_that_a_state_cannot_follow_are_refused_by_name() -> None:
+    for model, message in (
+        (Listed, r"parameter 'b.weight': must be listed by the model's parameters\(\)"),
+        (OfTwoTensors, "parameter 'pair': must be dense, .* got TwoTensor"),
+        (Quantized, "buffer 'table': must be dense, .* got Tensor of torch.qint8"),
+        (Drops, "parameter 'b.weight': must keep its place in the module, and the forward removed it"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trained(fzero.make_train_step(make(model), config(3)))
+
+
+class Conjugated(Model):
+    """Its tensors are views that PyTorch negates or conjugates when they are read."""
+
+    def set_up(self) -> None:
+        pairs = torch.view_as_complex(torch.arange(8.0).view(4, 2)).conj()
+        self.parts, self.pairs = nn.Parameter(pairs.imag), nn.Parameter((2 * pairs).conj(), requires_grad=False)
+
+    def use(self, x: Tensor) -> Tensor:
+        return super().use(x) * self.parts + self.pairs.imag
+
+
+def test_negated_and_conjugated_tensors_train() -> None:
+    assert_trains_as_plainly(Conjugated)
 
 
 class ForwardMode(Model):

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
 
 import fzero
+from fzero.deepspeed.utils import safe_get_full_fp32_param
 from fzero.optim.precision import mixed_precision
 from fzero.optim.rounding import stochastic
 
@@ -277,6 +278,18 @@ def _gathers_the_master(stage: int) -> bool:
 @pytest.mark.parametrize("stage", range(4))
 def test_the_weights_gathered_are_the_masters_to_the_last_bit(ranks: RankPool, stage: int) -> None:
     assert all(ranks(3, _gathers_the_master, stage))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+def test_an_engine_s_master_starts_from_the_fp32_weights(kind: str, stage: int) -> None:
+    """DeepSpeed's starts from weights that are rounded already."""
+    weights = make(Plain).state_dict()
+    engine, *_ = fzero.initialize(model=make(Plain), config=config(stage) | {kind: {"enabled": True}})
+    with engine.gathered() as narrow:
+        assert all(not torch.equal(narrow[name].float(), weights[name]) for name in weights if "scale" not in name)
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(safe_get_full_fp32_param(param), weights[name])
 
 
 def test_an_fp32_state_dict_reaches_the_master_of_a_16_bit_model_unrounded() -> None:

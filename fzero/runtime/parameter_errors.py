@@ -1,0 +1,124 @@
+"""The errors for a forward that uses parameters or buffers in a way that a step does not support.
+
+Each function returns an error with the name of the parameter, the rule and the fix. The first error loads this module.
+"""
+
+from __future__ import annotations
+
+from fzero.runtime.refusals import ParameterError, ShapeAndDtype
+
+
+def was_changed(name: str | None, where: str = "of the model") -> ParameterError:
+    """The error for a parameter that a forward has changed: the change to a gathered one would be lost."""
+    return ParameterError(
+        f"{f'parameter {name!r}' if name else f'parameters {where}'}: must not be changed in place by the forward (under "
+        f"no_grad, through .data, by embedding(max_norm=...)), and {'was' if name else 'were'}; the change is lost when the "
+        f"unit is released, so compute with a changed value (linear(x, normalize(weight))), change the state between two "
+        f"steps, or make it a buffer"
+    )
+
+
+def late(kind: str, name: str) -> ParameterError:
+    """The error for a parameter or buffer of the model that the state does not have."""
+    return ParameterError(
+        f"{kind} {name!r}: must be there when the step is made, and was registered later; register it before (in __init__, or "
+        f"with a forward before make_train_step), and do not replace its module"
+    )
+
+
+def replaced(name: str, other: str | None) -> ParameterError:
+    """The error for a parameter that a forward has replaced by another one, or removed."""
+    return ParameterError(
+        f"parameter {name!r}: must keep its place in the module, and the forward "
+        f"{f'put {other!r} there' if other else 'removed it'}; the next forward would begin with {name!r} again, unlike in a "
+        f"plain loop; put it back at the end of the forward (torch.func.functional_call does), or change the module before "
+        f"make_train_step"
+    )
+
+
+def wrong_kind(name: str, before: ShapeAndDtype, now: ShapeAndDtype) -> ParameterError:
+    """The error for a buffer that a forward creates, removes, or gives another shape or dtype."""
+    then, there = ("None" if kind is None else kind_text(kind) for kind in (before, now))
+    return ParameterError(
+        f"buffer {name!r}: must keep its shape and dtype, or stay None, because the state is laid out when the step is "
+        f"made, and the forward changed it from {then} to {there}; register it at its largest size (or run a forward that "
+        f"creates it before make_train_step), or keep it in a plain attribute"
+    )
+
+
+def kind_text(kind: ShapeAndDtype) -> str:
+    """ "not there", or dtype and shape."""
+    return "not there" if kind is None else f"{kind[1]} of shape {tuple(kind[0])}"
+
+
+def not_a_view(name: str) -> ParameterError:
+    """The error for a buffer to which a forward has assigned memory of a parameter."""
+    return ParameterError(
+        f"buffer {name!r}: must not share memory with a parameter, and the forward assigned a view of one (weight.data, "
+        f"weight.detach()), which in a plain loop would follow the parameter's updates; assign a .clone()"
+    )
+
+
+def has_hook(name: str) -> ParameterError:
+    """The error for a gradient hook that the forward registers on a parameter."""
+    return ParameterError(
+        f"parameter {name!r}: must get no gradient hook in the forward, because the hook would be lost when the parameter's unit "
+        f"is released, and got one; change the gradient in the forward (a torch.autograd.Function around "
+        f"the parameter, or a hook on weight * 1), or the parameter after the step"
+    )
+
+
+def flag_changed(name: str | None) -> ParameterError:
+    """The error for a parameter that the forward freezes or unfreezes."""
+    return ParameterError(
+        f"{f'parameter {name!r}' if name else 'parameters of the model'}: must keep requires_grad in the forward, because "
+        f"PyTorch fixes it for a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
+        f"where no gradient is wanted (torch.func.functional_call with detached parameters), or change the flag between "
+        f"two steps"
+    )
+
+
+def partial_grad(name: str) -> ParameterError:
+    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
+    return ParameterError(
+        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
+        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
+        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
+        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
+    )
+
+
+def lost_again(name: str) -> ParameterError:
+    """The error for a parameter that a backward reads by running its module again, and that gets no gradient from it."""
+    return ParameterError(
+        f"parameter {name!r}: must get a gradient where the backward runs its module again (an own torch.autograd.Function, such "
+        f"as an adjoint method), and got none, because the module has new tensors there and the Function differentiates by "
+        f"those of the forward; give it copies (weight = 1 * module.weight), and run the module with them "
+        f"(torch.func.functional_call), or call torch.autograd.backward there"
+    )
+
+
+def not_trained(name: str) -> ValueError:
+    """The error for a gradient in the module's own parameter."""
+    return ValueError(
+        f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss used it outside; that gradient is "
+        f"in its .grad and trains nothing; move that computation (such as a penalty) into the forward, or "
+        f"give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
+    )
+
+
+def marked(kind: str, name: str, attribute: str) -> ParameterError:
+    """The error for a Python attribute that the forward sets on a parameter, or in one graph on a buffer."""
+    return ParameterError(
+        f"{kind} {name!r}: must get no attribute in the forward, because the state's tensor stands in its place there, with "
+        f"which the attribute would be lost, and got {attribute!r}; set it on the module (self.{attribute} = ...), or on the "
+        f"{kind} before the step"
+    )
+
+
+def of_own_class(name: str, kind: type) -> ParameterError:
+    """The error for a parameter of a class of the user's, in a graph."""
+    return ParameterError(
+        f"parameter {name!r}: must be an nn.Parameter in one graph, whose tensors have no methods of other classes, got "
+        f"{kind.__name__}; leave compile='step' and by='vmap' out, or make functions of the methods"
+    )
