@@ -62,7 +62,7 @@ docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows i
 bench: env  ## fzero against DDP, ZeroRedundancyOptimizer, FSDP2 and DeepSpeed
 	$(BIN)/python benchmarks/peers.py $(ARGS)
 
-figures: env  ## all sets of figures of docs/performance.md, one after the other, in half an hour; ARGS="--only units" or "--list"
+figures: env  ## the usual sets of figures of docs/performance.md, one after the other, in half an hour; ARGS="--only units" or "--list"
 	$(BIN)/python benchmarks/sets.py $(ARGS)
 
 gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--tiny" runs it on a processor

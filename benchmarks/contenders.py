@@ -51,8 +51,19 @@ def usual_step(model: nn.Module, optimizer: torch.optim.Optimizer, *, autocast: 
     return timed(train)
 
 
+def make_bare(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
+    """A loop of one process, without a library between it and PyTorch."""
+    model = GPT(size)
+    if mode != "eager":
+        model.compile()
+    return usual_step(model, torch.optim.AdamW(model.parameters(), fused=True, **ADAMW), autocast=dtype == "bf16")
+
+
 def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     """What no step of this stage can do without, each part alone, over flat buffers that stay where they are.
+
+    Measured beside it, and not part of it: `copies` of the gradients into the flat buffer, and in bf16 `casts`, of the
+    gradients to fp32 and of the updated master to bf16.
 
     Both collectives are made of sends and receives, which on gloo beat the collectives of their names, all-to-all and
     broadcasts. Stage 0 takes the faster of that pair and an all-reduce; stage 3 gathers twice.
@@ -69,6 +80,17 @@ def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
     updated = torch.zeros_like(flat_P if stage == 0 else received_WS[0], dtype=torch.float32)
     updated.grad = torch.zeros_like(updated)
     optimizer = torch.optim.AdamW([updated], fused=True, **ADAMW)
+    of_updated = flat_P if stage == 0 else received_WS[0]  # gradients and parameters of what this rank updates
+    params = list(model.parameters())
+    numels = [param.numel() for param in params]
+    grads = [x.view_as(param) for x, param in zip(flat_P[: sum(numels)].split(numels), params)]
+
+    def copy_grads() -> None:
+        torch._foreach_copy_(grads, [param.grad for param in params])
+
+    def cast() -> None:
+        updated.grad.copy_(of_updated)
+        of_updated.copy_(updated)
 
     def swap(received: Tensor, sent: Callable[[int], Tensor]) -> None:
         works = [dist.irecv(received[other], other) for other in others]
@@ -101,7 +123,8 @@ def make_floor(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
             communication += measure(all_gather)
         update = measure(optimizer.step)
         parts = {"compute": compute, "communication": communication, "update": update}
-        return parts | {"step": sum(parts.values())}
+        beside = {"copies": measure(copy_grads), "casts": measure(cast) if is_bf16 else 0.0}
+        return parts | beside | {"step": sum(parts.values())}
 
     return step
 
@@ -203,9 +226,9 @@ def make_fzero(size: Size, stage: int, dtype: str, mode: Mode) -> Step:
 
 
 ALL = (0, 1, 2, 3)
-CONTENDERS: dict[
-    str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]
-] = {  # its maker, stages, mode
+Contenders = dict[str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]]
+"""By name: its maker, stages and mode."""
+EAGER: Contenders = {
     "DDP": (make_ddp, (0,), "eager"),
     "ZeroRedundancyOptimizer": (make_ddp, (1,), "eager"),
     "FSDP2": (make_fsdp2, (2, 3), "eager"),
@@ -214,7 +237,7 @@ CONTENDERS: dict[
     "fzero engine": (make_engine, ALL, "eager"),
     "floor": (make_floor, ALL, "eager"),
 }
-COMPILED: dict[str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...], Mode]] = {
+COMPILED: Contenders = {
     "DDP + compile": (make_ddp, (0,), "block"),
     "ZeroRedundancyOptimizer + compile": (make_ddp, (1,), "block"),
     "FSDP2 + compile": (make_fsdp2, (2, 3), "block"),
@@ -224,6 +247,15 @@ COMPILED: dict[str, tuple[Callable[[Size, int, str, Mode], Step], tuple[int, ...
     "fzero step": (make_fzero, ALL, "step"),
     "floor": (make_floor, ALL, "block"),
 }
+ALONE: Contenders = {
+    "bare": (make_bare, (0,), "eager"),
+    "bare + compile": (make_bare, (0,), "block"),
+    "fzero": (make_fzero, (0,), "eager"),
+    "fzero block": (make_fzero, (0,), "block"),
+    "fzero step": (make_fzero, (0,), "step"),
+}
+"""Those that show in one process what compiling gains and holds, without fzero and with it."""
+SETS = {"eager": EAGER, "compile": COMPILED, "alone": ALONE}
 
 
 def forget_peak() -> None:
@@ -243,7 +275,7 @@ def run_rank(
     stage: int,
     size: Size,
     dtype: str,
-    is_compiled: bool,
+    set_name: str,
     rank: int,
     world_size: int,
     folder: Path,
@@ -263,7 +295,7 @@ def run_rank(
         store = dist.FileStore(str(folder / f"{contender}.store"), world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         torch.manual_seed(0)
-        make_step, _, mode = (COMPILED if is_compiled else CONTENDERS)[contender]
+        make_step, _, mode = SETS[set_name][contender]
         step = make_step(size, stage, dtype, mode)
         pipe.send(("ready", None))
         num_done = 0
@@ -272,7 +304,7 @@ def run_rank(
             dist.barrier()
             pipe.send(("measured", ([step(batch) for batch in batches], peak_resident_mb())))
             num_done += num_steps
-            if is_compiled and num_done == num_steps:  # the warm-up
+            if set_name != "eager" and num_done == num_steps:  # the warm-up
                 forget_peak()
         dist.destroy_process_group()
     except Exception as error:

@@ -14,6 +14,7 @@ import importlib.util
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -42,6 +43,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def forget_compiled(folder: Path) -> None:
+    """Removes what was compiled: a compiler that was killed leaves locks and empty files, on which later ones wait or fail."""
+    shutil.rmtree(folder / "compiled", ignore_errors=True)
+
+
 def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One part in a process of its own."""
     if name not in PARTS:
@@ -59,16 +65,19 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, __file__, "--part", name, "--out", str(options.out)]
     command += ["--tiny"] * options.tiny
     # In a session of its own, so that the ranks and compilers that it starts end with it.
+    stderr = None
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
     ) as part:
         try:
-            stderr = part.communicate(timeout=seconds)[1]
-        except subprocess.TimeoutExpired:
-            return {"passed": False, "error": f"took more than {seconds:.0f} s"}
+            with suppress(subprocess.TimeoutExpired):
+                stderr = part.communicate(timeout=seconds)[1]
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(part.pid, signal.SIGKILL)
+    if stderr is None:
+        forget_compiled(options.out)
+        return {"passed": False, "error": f"took more than {seconds:.0f} s"}
     if not answer.exists():
         return {"passed": False, "error": (stderr.strip() or f"exit {part.returncode}").splitlines()[-1][:500]}
     result: dict[str, Any] = json.loads(answer.read_text())
@@ -125,6 +134,8 @@ def main() -> int:
     if missing:
         print(f"gpu: {sys.executable} must have {', '.join(missing)}; pip install {' '.join(missing)}, or set PYTHON=")
         return 2
+    compiled = options.out.resolve() / "compiled"
+    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TORCH_EXTENSIONS_DIR": f"{compiled}/extensions"}
     os.environ["GPU_OUT"] = str(options.out.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     if options.part:
@@ -136,6 +147,7 @@ def main() -> int:
         print("gpu: this machine has no card that torch sees; --tiny runs all parts on the processor")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
+    forget_compiled(options.out)
     options.until = time.time() + TOTAL
     options.cards = 2 if options.tiny else results["machine"]["cards"]
     names = options.parts.split(";") if options.parts else list(PARTS)

@@ -4,6 +4,7 @@
     python benchmarks/peers.py --quick                              # the small model, a few steps: does it run?
     python benchmarks/peers.py --dtype bf16                         # with an fp32 master
     python benchmarks/peers.py --compile                            # everybody compiled, and fzero's eager step
+    python benchmarks/peers.py --alone                              # one process: the bare loop, eager and compiled, and fzero's
     python benchmarks/peers.py --contenders FSDP2,fzero,floor --stages 2,3
 
 A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
@@ -26,7 +27,7 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import Any
 
-from contenders import COMPILED, CONTENDERS, run_rank
+from contenders import ALONE, COMPILED, EAGER, SETS, run_rank
 from gpt import SIZES
 from rich import box
 from rich.console import Console
@@ -53,10 +54,11 @@ class Job:
         self.error: str | None = None
         self.processes, self.pipes = [], []
         spawn = get_context("spawn")
-        for rank in range(WORLD_SIZE):
+        self.world_size = 1 if arguments.set_name == "alone" else WORLD_SIZE
+        for rank in range(self.world_size):
             ours, theirs = spawn.Pipe()
-            what = (contender, stage, SIZES[size], arguments.dtype, arguments.compile)
-            where = (rank, WORLD_SIZE, folder, theirs)
+            what = (contender, stage, SIZES[size], arguments.dtype, arguments.set_name)
+            where = (rank, self.world_size, folder, theirs)
             # Not daemons: Inductor compiles in processes of its own.
             self.processes.append(spawn.Process(target=run_rank, args=(*what, *where)))
             self.pipes.append(ours)
@@ -72,7 +74,7 @@ class Job:
     def replies(self) -> list[Any]:
         """What each rank answered; nothing, and the job's end, once one failed: the other may wait for it forever."""
         answers: dict[int, Any] = {}
-        while len(answers) < WORLD_SIZE and not self.error:
+        while len(answers) < self.world_size and not self.error:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             ready = connection.wait(waiting, timeout=REPLY_SECONDS)
             if not ready:
@@ -87,7 +89,7 @@ class Job:
         if self.error:
             self.end()
             return []
-        return [answers[rank] for rank in range(WORLD_SIZE)]
+        return [answers[rank] for rank in range(self.world_size)]
 
     def run(self, num_steps: int) -> list[dict[str, float]]:
         """Runs a block of steps and returns what they measured."""
@@ -183,7 +185,7 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
 
 def make_table(size: str, rows: list[Row]) -> Table:
     """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
-    table = Table(title=f"{size}: {WORLD_SIZE} ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(title=f"{size}: ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("stage", "contender", "ms", "IQR", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
     for row, after in zip(rows, [*rows[1:], None]):
@@ -209,6 +211,14 @@ def warnings(rows: list[Row], dtype: str) -> Iterator[str]:
             yield f"{row.contender}, stage {row.stage}: {row.error}"
         if row.loss is not None and not abs(row.loss - middle) <= LOSS_TOLERANCE[dtype]:
             yield f"{row.contender}, stage {row.stage}: its last loss is {row.loss:.5f}, the others' {middle:.5f}"
+
+
+def floors_parts(size: str, steps: dict[str, list[dict[str, float]]]) -> Iterator[str]:
+    """The medians of the floor's parts in each stage; `copies` and `casts` are beside it."""
+    for name, measured in steps.items():
+        if name.startswith(f"{size}, ") and name.endswith(", floor") and measured:
+            parts = {part: statistics.median(step[part] for step in measured) for part in measured[0]}
+            yield f"{name}: " + ", ".join(f"{part} {ms:.1f} ms" for part, ms in parts.items())
 
 
 COLOURS = {"fzero": "#d9622b", "fzero engine": "#8c8c8c", "fzero block": "#e8965f", "fzero step": "#8f3a12"}
@@ -265,11 +275,16 @@ def parse_arguments() -> argparse.Namespace:
         return parse
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    everybody = list(dict.fromkeys((*CONTENDERS, *COMPILED)))
+    everybody = list(dict.fromkeys((*EAGER, *COMPILED, *ALONE)))
     for option, known in (("--sizes", list(SIZES)), ("--contenders", everybody), ("--stages", list("0123"))):
         parser.add_argument(option, type=names_of(known), default=known, help=f"of: {','.join(known)} (default: all)")
     parser.add_argument("--dtype", choices=LOSS_TOLERANCE, default="fp32", help="of the model (default: %(default)s)")
-    parser.add_argument("--compile", action="store_true", help="compiled contenders, and fzero's eager step")
+    sets = parser.add_mutually_exclusive_group()
+    for name, what in (
+        ("compile", "compiled contenders, and fzero's eager step"),
+        ("alone", "one process: the bare loop, eager and compiled, beside fzero's; peaks are those after the warm-up"),
+    ):
+        sets.add_argument(f"--{name}", dest="set_name", action="store_const", const=name, default="eager", help=what)
     parser.add_argument("--rounds", type=int, default=6, help="blocks per contender (default: %(default)s)")
     parser.add_argument("--steps-per-round", type=int, default=5, help="steps per block (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/peers"), help="folder (default: %(default)s)")
@@ -304,9 +319,7 @@ def main() -> None:
         columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True) as progress:
             for stage in map(int, arguments.stages):
-                known = {
-                    name: stages for name, (_, stages, _) in (COMPILED if arguments.compile else CONTENDERS).items()
-                }
+                known = {name: stages for name, (_, stages, _) in SETS[arguments.set_name].items()}
                 if not (contenders := [name for name in arguments.contenders if stage in known.get(name, ())]):
                     continue
                 jobs = run_stage(size, stage, contenders, arguments, progress)
@@ -314,6 +327,8 @@ def main() -> None:
                 steps |= {f"{size}, stage {stage}, {name}": job.measured for name, job in jobs.items()}
         of_size = [row for row in rows if row.size == size]
         print_report(make_table(size, of_size))
+        for line in floors_parts(size, steps):
+            console.print(line, highlight=False, soft_wrap=True)
         for warning in warnings(of_size, arguments.dtype):
             console.print(warning, style="yellow", highlight=False, soft_wrap=True)
     results = {"rows": [dataclasses.asdict(row) for row in rows], "steps": steps}

@@ -1,6 +1,6 @@
 """The sets of figures of docs/performance.md, one after the other, at the commit that is checked out.
 
-    python benchmarks/sets.py                          # all, about half an hour, alone on the machine (`make figures`)
+    python benchmarks/sets.py                          # the usual ones, about half an hour, alone on the machine (`make figures`)
     python benchmarks/sets.py --only layouts,units     # some
     python benchmarks/sets.py --list                   # their commands, and the seconds that each may take
 
@@ -11,6 +11,7 @@ OUT/NAME.txt, its numbers and pictures to OUT/NAME, and date, commit and seconds
 import argparse
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,37 +24,48 @@ ROOT = Path(__file__).parents[1]
 
 
 class FigureSet(NamedTuple):
-    """A command of a benchmark and its limit. `has_out`: whether it takes `--out`."""
+    """A command of a benchmark and its limit. `has_out`: it takes `--out`; `is_usual`: it runs without `--only`."""
 
     command: str
     seconds: int
     has_out: bool = True
+    is_usual: bool = True
 
 
+LIBRARIES = "--contenders DDP,ZeroRedundancyOptimizer,FSDP2,DeepSpeed,fzero,floor"
 SETS = {
-    "small01": FigureSet("peers.py --sizes small --stages 0,1 --rounds 4", 170),
-    "small23": FigureSet("peers.py --sizes small --stages 2,3 --rounds 4", 170),
-    "large01": FigureSet("peers.py --sizes large --stages 0,1 --rounds 2 --steps-per-round 4", 240),
-    "large23": FigureSet("peers.py --sizes large --stages 2,3 --rounds 2 --steps-per-round 4", 240),
-    "bf16": FigureSet("peers.py --sizes small --dtype bf16 --rounds 4", 240),
-    "compiled": FigureSet("peers.py --sizes small --compile --stages 2,3 --rounds 3", 240),
+    "small01": FigureSet(f"peers.py --sizes small --stages 0,1 --rounds 4 {LIBRARIES}", 150),
+    "small23": FigureSet(f"peers.py --sizes small --stages 2,3 --rounds 4 {LIBRARIES}", 150),
+    "large01": FigureSet(f"peers.py --sizes large --stages 0,1 --rounds 2 --steps-per-round 4 {LIBRARIES}", 220),
+    "large23": FigureSet(f"peers.py --sizes large --stages 2,3 --rounds 2 --steps-per-round 4 {LIBRARIES}", 220),
+    "bf16": FigureSet(f"peers.py --sizes small --dtype bf16 --rounds 4 {LIBRARIES}", 220),
+    "compiled": FigureSet(
+        "peers.py --sizes small --compile --stages 3 --rounds 3 --contenders 'FSDP2 + compile,fzero,fzero step,floor'",
+        240,
+    ),
+    "alone": FigureSet("peers.py --alone --sizes small --contenders 'bare,bare + compile,fzero,fzero step'", 180),
     "units": FigureSet("units.py --rounds 2 --steps-per-round 5", 120),
-    "units4": FigureSet("units.py --ranks 4 --units 25,100 --rounds 2 --steps-per-round 3", 120),
     "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False),
     "layouts": FigureSet("layouts.py --rounds 2", 150),
     "optimizers": FigureSet("optimizers.py --rounds 5", 60),
-    "scale": FigureSet("scale.py --models 7b --ranks 64 --stages 3", 120),
-    "plans": FigureSet("plans.py time --stages 0,3 --variants plain", 180),
+    "plans": FigureSet("plans.py time --models GPT,Llama --stages 0,3 --variants plain", 180),
     "pipeline": FigureSet("pipeline.py --width 1536 --rounds 4", 150),
-    "nvme": FigureSet("nvme.py", 120),
-    "offload": FigureSet("offload.py --millions 32", 150),
+    "plans2": FigureSet("plans.py time --models BERT,convnet --stages 0,3 --variants plain", 180, is_usual=False),
+    "units4": FigureSet("units.py --ranks 4 --units 25,100 --rounds 2 --steps-per-round 3", 120, is_usual=False),
+    "scale": FigureSet("scale.py --models 7b --ranks 64 --stages 3", 120, is_usual=False),
+    "nvme": FigureSet("nvme.py", 120, is_usual=False),
+    "offload": FigureSet("offload.py --millions 32", 150, is_usual=False),
+    "alone57": FigureSet(
+        "peers.py --alone --sizes large --contenders 'bare,bare + compile,fzero,fzero step'", 180, is_usual=False
+    ),
 }
 
 
 def run(name: str, out: Path) -> dict[str, object]:
     """Runs one set; what came of it."""
     one, started = SETS[name], time.time()
-    command = [sys.executable, str(ROOT / "benchmarks" / one.command.split()[0]), *one.command.split()[1:]]
+    script, *arguments = shlex.split(one.command)
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     command += ["--out", str(out / name)] if one.has_out else []
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = False
@@ -77,12 +89,15 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("out/sets"))
     given = parser.parse_args()
-    names = given.only.split(",") if given.only else list(SETS)
+    names = given.only.split(",") if given.only else [name for name, one in SETS.items() if one.is_usual or given.list]
     if unknown := set(names) - set(SETS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(SETS)}")
     if given.list:
         for name in names:
-            print(f"{name:11} {SETS[name].seconds:4} s  python benchmarks/{SETS[name].command}")
+            where = "" if SETS[name].is_usual else "  (--only)"
+            print(f"{name:11} {SETS[name].seconds:4} s  python benchmarks/{SETS[name].command}{where}")
+        most = sum(SETS[name].seconds for name in names if SETS[name].is_usual or given.only)
+        print(f"at most {most / 60:.0f} minutes{'' if given.only else ' without those marked --only'}")
         return 0
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)

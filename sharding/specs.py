@@ -186,10 +186,12 @@ class TensorSpec:
         >>> TensorSpec((3, 5), "float32", Sharded("data", "node")).partition(Mesh.of(node=2, data=4))
         Partition(numel=15, world_size=8, multiple_of=1)
         """
-        if isinstance(world_size, Mesh):
-            axes = self.spec.axes if isinstance(self.spec, Sharded) else ()
-            world_size = math.prod(map(world_size.axis_size, axes))
-        return _partition(self.numel, world_size, self.multiple_of)
+        num_shards = self.num_shards(world_size) if isinstance(world_size, Mesh) else world_size
+        return _partition(self.numel, num_shards, self.multiple_of)
+
+    def num_shards(self, mesh: "Mesh") -> int:
+        """The number of different shards on the ranks of a mesh; 1 if it is not sharded."""
+        return math.prod(map(mesh.axis_size, self.spec.axes)) if isinstance(self.spec, Sharded) else 1
 
     def local_shape(self, world_size: "int | Mesh") -> tuple[int, ...]:
         """The shape that one rank holds: `(S,)` if sharded, otherwise the full shape. Arguments as for `partition`."""

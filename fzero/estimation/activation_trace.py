@@ -331,7 +331,7 @@ class _Recorder:
         return self._leaves[name]
 
     def pack(self, tensor: Tensor) -> tuple[Tensor, str]:
-        return tensor.detach(), self._names.get(tensor.untyped_storage()._cdata, "")
+        return tensor, self._names.get(tensor.untyped_storage()._cdata, "")
 
     def unpack(self, packed: tuple[Tensor, str]) -> Tensor:
         tensor, name = packed

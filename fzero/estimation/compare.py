@@ -121,7 +121,7 @@ class Candidate:
         longs = ((b, leaf.spec) for b in self.plan.flat_buffers for leaf in self.plan.leaves(b) if leaf.is_long)
         return round(
             sum(
-                (spec.numel - b.layout.numel) * itemsize(spec.dtype) / spec.partition(self.plan.mesh).world_size
+                (spec.numel - b.layout.numel) * itemsize(spec.dtype) / spec.num_shards(self.plan.mesh)
                 for b, spec in longs
             )
         )

@@ -27,7 +27,7 @@ from fzero.common.collector import collector_paused
 from fzero.config.config import Config, ConfigError
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
-from fzero.plans.leaves import StateLeaf, optimizer_leaves, state_leaves
+from fzero.plans.leaves import StateLeaf, state_leaves
 from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
@@ -99,6 +99,8 @@ class Plan:
     flat_buffers: tuple[FlatParamPlan, ...] = field(init=False, repr=False, compare=False)
     homes: dict[str, tuple[UnitPlan, FlatParamPlan]] = field(init=False, repr=False, compare=False)
     flats: dict[str, tuple[str, FlatParamPlan]] = field(init=False, repr=False, compare=False)
+    _leaves: dict[str, tuple[StateLeaf, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
+    """A cache: the tensors of the state of flat buffers, by key."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "flat_buffers", tuple(buffer for unit in self.units for buffer in unit.buffers))
@@ -175,13 +177,11 @@ class Plan:
         """The placements of parameters, gradients and all other tensors that may live off the device, by `quantity/key/leaf`."""
         return {leaf.placed_as: leaf.spec.placement for leaf in self.long_leaves}
 
-    def leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
+    def leaves(self, buffer: FlatParamPlan) -> tuple[StateLeaf, ...]:
         """All tensors of the state of one flat buffer, with their names."""
-        return state_leaves(buffer, self.optimizer)
-
-    def optimizer_leaves(self, buffer: FlatParamPlan) -> list[StateLeaf]:
-        """The tensors of its optimizer state, with their names; none for a frozen buffer."""
-        return optimizer_leaves(buffer, self.optimizer)
+        if (leaves := self._leaves.get(buffer.key)) is None:
+            leaves = self._leaves[buffer.key] = tuple(state_leaves(buffer, self.optimizer))
+        return leaves
 
     @property
     def long_leaves(self) -> Iterator[StateLeaf]:

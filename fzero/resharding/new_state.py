@@ -9,6 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.streaming import SUB_GROUP
 from fzero.resharding.tensors import Sources
@@ -118,7 +119,8 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
         spans = [
             (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
         ]
-        for leaf, tensor, value in zip(new.plan.optimizer_leaves(buffer), tensors, fresh, strict=True):
+        leaves = optimizer_leaves(buffer, new.plan.optimizer)
+        for leaf, tensor, value in zip(leaves, tensors, fresh, strict=True):
             for start, end in spans if leaf.is_long else ():
                 if start < end:
                     write(tensor, start, value[start:end])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms.failures import meet
+from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -285,7 +286,7 @@ def _trained(step: TrainStep, name: str) -> FlatParamPlan:
 
 def _leaf(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> _Flat:
     buffer = _trained(step, name)
-    leaves, tensors = step.plan.optimizer_leaves(buffer), optree.tree_leaves(state.optimizer[buffer.key])
+    leaves, tensors = optimizer_leaves(buffer, step.plan.optimizer), optree.tree_leaves(state.optimizer[buffer.key])
     known = [(_last(leaf.path), x, leaf.spec) for leaf, x in zip(leaves, tensors, strict=True) if leaf.is_long]
     found = [_Flat(step, buffer, x, spec) for name, x, spec in known if name in (key, ALSO.get(key))]
     if len(found) != 1:

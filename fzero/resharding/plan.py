@@ -396,8 +396,11 @@ def _own(name: str, spec: TensorSpec, old: Plan, new: Plan) -> Flow:
 
 
 def _shapes_of(job: StagedPlan) -> dict[str, tuple[int, ...]]:
-    layouts = (buffer.layout for plan in job.stages for buffer in plan.flat_buffers)
-    return {name: shape for layout in layouts for name, shape in zip(layout.names, layout.shapes, strict=True)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for plan in job.stages:
+        for buffer in plan.flat_buffers:
+            shapes.update(zip(buffer.layout.names, buffer.layout.shapes, strict=True))
+    return shapes
 
 
 def _buffer_shapes(job: StagedPlan) -> dict[str, tuple[int, ...]]:
@@ -405,14 +408,15 @@ def _buffer_shapes(job: StagedPlan) -> dict[str, tuple[int, ...]]:
 
 
 def _check_same(what: str, old: Mapping[str, tuple[int, ...]], new: Mapping[str, tuple[int, ...]]) -> None:
+    if old == new:
+        return
     differing = [name for name in (*old, *(n for n in new if n not in old)) if old.get(name) != new.get(name)]
-    if differing:
-        name = differing[0]
-        raise ValueError(
-            f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape {old.get(name, 'none')} in the old "
-            f"one and {new.get(name, 'none')} in the new ({len(differing)} such names: {', '.join(differing[:4])}); make both "
-            f"steps from the same model"
-        )
+    name = differing[0]
+    raise ValueError(
+        f"plan_reshard: both steps must be of one model, and {what} {name!r} has shape {old.get(name, 'none')} in the old "
+        f"one and {new.get(name, 'none')} in the new ({len(differing)} such names: {', '.join(differing[:4])}); make both "
+        f"steps from the same model"
+    )
 
 
 def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[str]) -> None:
@@ -432,7 +436,7 @@ def _check_same_kind(old: BufferTensors, new: BufferTensors, shared: Sequence[st
     dtypes = {"master": (source.dtypes.master, target.dtypes.master)}
     dtypes |= {f"state{path}": (kept[0][path], dtype) for path, dtype in kept[1].items()}
     for what, (before, after) in dtypes.items():
-        if torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
+        if before != after and torch.promote_types(torch_dtype(before), torch_dtype(after)) != torch_dtype(after):
             raise ValueError(
                 f"plan_reshard: {what} of parameter {name!r} must not become narrower, and is {before} in the old step and "
                 f"{after} in the new; give the new step the same master and optimizer dtypes"

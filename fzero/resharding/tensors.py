@@ -98,8 +98,8 @@ class BufferTensors:
     plan: Plan
     buffer: FlatParamPlan
 
-    @cached_property
-    def _leaves(self) -> list[StateLeaf]:
+    @property
+    def _leaves(self) -> tuple[StateLeaf, ...]:
         return self.plan.leaves(self.buffer)
 
     @cached_property
@@ -113,7 +113,7 @@ class BufferTensors:
         for leaf in self._leaves:
             if leaf.spec.shape != () and leaf.quantity != "grads":
                 entries = layout if leaf.is_long else self._entries_layout(leaf)
-                num_shards = leaf.spec.partition(plan.mesh).world_size
+                num_shards = leaf.spec.num_shards(plan.mesh)
                 quantity = leaf.path if leaf.quantity == "optimizer" else leaf.quantity
                 tensors[quantity] = FlatTensor(leaf.state_name, entries, leaf.spec.dtype, num_shards)
         return tensors
@@ -160,5 +160,11 @@ def of_plan(plan: Plan) -> list[BufferTensors]:
 
 
 def has_entries(tensor: FlatTensor, names: Iterable[str]) -> bool:
+    """Whether a tensor has elements of any of these parameters."""
     layout = tensor.layout
-    return any(start < stop for start, stop in (layout.bounds(name) for name in names if name in layout))
+    for name in names:
+        if name in layout:
+            start, stop = layout.bounds(name)
+            if start < stop:
+                return True
+    return False

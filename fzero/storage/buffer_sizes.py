@@ -81,7 +81,7 @@ def updated_specs(buffer: FlatParamPlan, plan: Plan) -> Iterator[TensorSpec]:
     """The specs of the tensors of an update: the updated tensor, the gradient, and the optimizer's long tensors."""
     yield buffer.master if buffer.has_master else buffer.params
     yield buffer.grads
-    yield from (leaf.spec for leaf in plan.optimizer_leaves(buffer) if leaf.is_long)
+    yield from (leaf.spec for leaf in plan.leaves(buffer) if leaf.is_long and leaf.quantity == "optimizer")
 
 
 def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:

@@ -58,8 +58,9 @@ def test_several_axes_cut_a_tensor_along_the_first_axis_first(mesh, shape, multi
     axes = names[: data.draw(st.integers(1, len(names)))]
     finest = TensorSpec(shape, "float32", Sharded(*axes), multiple_of=multiple_of)
     shards = [mesh.shard_of(rank, finest.spec) for rank in range(mesh.size)]
-    num_shards = finest.partition(mesh).world_size
-    assert num_shards == math.prod(mesh.axis_size(axis) for axis in axes)
+    num_shards = finest.num_shards(mesh)
+    assert replace(finest, spec=Replicated()).num_shards(mesh) == 1
+    assert finest.partition(mesh).world_size == num_shards == math.prod(mesh.axis_size(axis) for axis in axes)
     assert finest.local_shape(mesh) == finest.local_shape(num_shards)
     # Every shard occurs once for each rank along the other axes.
     assert sorted(shards) == [shard for shard in range(num_shards) for _ in range(mesh.size // num_shards)]
