@@ -338,15 +338,6 @@ def wrong_kind(name: str, before: ShapeAndDtype, now: ShapeAndDtype) -> Paramete
     )
 
 
-def has_hook(name: str) -> ParameterError:
-    """The error for a gradient hook that the forward registers on a parameter."""
-    return ParameterError(
-        f"parameter {name!r}: must get no gradient hook in the forward, because the hook would be lost when the parameter's unit "
-        f"is released, and got one; change the gradient in the forward (a torch.autograd.Function around "
-        f"the parameter, or a hook on weight * 1), or the parameter after the step"
-    )
-
-
 def flag_changed(name: str | None) -> ParameterError:
     """The error for a parameter that the forward freezes or unfreezes."""
     return ParameterError(
@@ -354,16 +345,6 @@ def flag_changed(name: str | None) -> ParameterError:
         f"PyTorch fixes it for a tensor that belongs to a graph, and it was changed; compute with weight.detach() "
         f"where no gradient is wanted (torch.func.functional_call with detached parameters), or change the flag between "
         f"two steps"
-    )
-
-
-def partial_grad(name: str) -> ParameterError:
-    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
-    return ParameterError(
-        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
-        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
-        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
-        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
     )
 
 
