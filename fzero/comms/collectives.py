@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import CollectiveError, LockstepAxis, ProcessAxis, RankAxis
-from fzero.comms.failures import explained
+from fzero.comms.failures import Explained
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.progress import HERE
 from fzero.comms.records import CommRecord, Label
@@ -218,7 +218,7 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
         return Pending(label, _post(received, dict.fromkeys(received, x), axis), None, rows)
-    with explained(label):
+    with Explained(label):
         works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
     return Pending(label, works, None, rows)
 
@@ -274,7 +274,7 @@ def _start(
     """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`."""
 
     def start() -> list[dist.Work]:
-        with explained(label):
+        with Explained(label):
             if after is not None:
                 after.wait()
             return [collective(*tensors, group=axis.group, async_op=True)]
@@ -349,7 +349,7 @@ def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHE
             works = _post({}, dict.fromkeys(others, x), axis) if axis.rank == source else _post({source: x}, {}, axis)
             return Pending(label, works, None, x).wait()
         dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
-        with explained(label):
+        with Explained(label):
             dist.broadcast(dense, axis.global_rank(source), group=axis.group)
         return x if dense is x else x.copy_(dense)
     return x
@@ -410,8 +410,8 @@ def start_send(x: Tensor, target: int, axis: RankAxis, *, label: Label = OTHER) 
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({}, {target: x}, axis), None, x)
     # On this thread: to hand the message of a micro-batch to another one costs more than gloo's first copy.
-    with explained(label):
-        work = dist.isend(x, axis.global_rank(target), group=axis.group)
+    with Explained(label):
+        work = dist.isend(x, group=axis.group, group_dst=target)
     return Pending(label, [work] if work is not None else (), None, x)
 
 
@@ -419,8 +419,8 @@ def start_receive(x: Tensor, source: int, axis: RankAxis, *, label: Label = OTHE
     """Starts to write into `x` the next message that the rank `source` of an axis sends, of the same size."""
     if isinstance(axis, LockstepAxis):
         return Pending(label, _post({source: x}, {}, axis), None, x)
-    with explained(label):
-        work = dist.irecv(x, axis.global_rank(source), group=axis.group)
+    with Explained(label):
+        work = dist.irecv(x, group=axis.group, group_src=source)
     return Pending(label, [work] if work is not None else (), None, x)
 
 
@@ -450,7 +450,7 @@ def swap(
     ]
     if not transfers:
         return
-    with explained(label):
+    with Explained(label):
         works = dist.batch_isend_irecv(transfers)
     pending = Pending(label, works, None, transfers[0].tensor)
     try:

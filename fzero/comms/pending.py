@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
-from fzero.comms.failures import explained
+from fzero.comms.failures import Explained
 from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 
@@ -80,7 +80,7 @@ class Pending:
         thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
         try:
-            with explained(self.label), profiler_range("wait", self.label):
+            with Explained(self.label), profiler_range("wait", self.label):
                 for work in self.works.result() if isinstance(self.works, Future) else self.works:
                     work.wait()
         finally:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import AbstractAxis, LockstepAxis, ProcessAxis, RankAxis
-from fzero.comms.failures import drop_probes, end_watch, explained, keep_watch, timeout_of, timeout_of_group
+from fzero.comms.failures import Explained, drop_probes, end_watch, keep_watch, timeout_of, timeout_of_group
 from fzero.comms.pending import drop_abandoned, has_abandoned
 from fzero.comms.rendezvous import launched
 from sharding import Mesh
@@ -158,7 +158,7 @@ def group_of(
     if (of, ranks) not in parts:
         limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
         # Only the group's own ranks make it, because `parent` may be only a part of the job.
-        with explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name):
+        with Explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name):
             parts[of, ranks] = dist.new_group(
                 list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
             )

@@ -33,6 +33,7 @@ from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
 from fzero.runtime import parts
 from fzero.runtime.autograd_nodes import Visits
+from fzero.runtime.eager import recomputing
 from fzero.runtime.finish import Collected
 from fzero.runtime.loss import loss_of, loss_row, mean_of
 from fzero.runtime.module_binding import random_state
@@ -297,6 +298,7 @@ class _Training(Passes):
         super().__init__(program, run, micro_batches, seeds)
         self.window, self.rows = window, list[int]()
         self.anchor = torch.empty(0, device=run.device, requires_grad=True)
+        self.no_loss = torch.zeros((), device=run.device)
         self.opened: dict[tuple[int, int], _Open] = {}
         self.waiting: dict[tuple[int, int], Callable[[], None]] = {}
         self.output_grads: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -341,8 +343,8 @@ class _Training(Passes):
             return received.filled(received.tensors)
         needed = [x for x, wanted in zip(received.tensors, wants, strict=True) if wanted]
         grads.extend(None for _ in needed)
-        of_border = _Border.apply(self.anchor, needed, grads)  # type: ignore[no-untyped-call]
-        inputs.extend(map(get_gradient_edge, of_border))
+        of_border = border_of(self.anchor, needed, grads)
+        inputs.extend([GradientEdge(x.grad_fn, x.output_nr) for x in of_border])  # type: ignore[arg-type]
         attached = iter(of_border)
         return received.filled(
             [next(attached) if wanted else x for x, wanted in zip(received.tensors, wants, strict=True)]
@@ -359,7 +361,13 @@ class _Training(Passes):
         slots = slots_of(self.program.model, "", run.plan.aliases)
         moves = run.checkpointing.moves if run.checkpointing is not None else None
         return Site(
-            name, block, slots, run.learned.moving_buffers, moves, self.window.work.recomputing, self.anchor.detach()
+            name,
+            block,
+            slots,
+            run.learned.moving_buffers,
+            moves,
+            partial(recomputing, self.window.work),
+            self.anchor.detach(),
         )
 
     # --- backwards ------------------------------------------------------------------------------------------------
@@ -411,7 +419,7 @@ class _Training(Passes):
     def _going_back(self, chunk: int, opened: _Open) -> Iterator[None]:
         self.num_left -= 1
         # Other stages than the last one know no loss; `Stages.loss_stats` gives them that of the last.
-        loss, weight = (torch.zeros((), device=self.run.device), None) if opened.loss is None else opened.loss
+        loss, weight = opened.loss or (self.no_loss, None)
         # A mean is divided here, at the parameters. A sum is divided in the update, when all weights are known.
         num_parts = 1 if self.is_sum else len(self.micro_batches)
         with parts.going_back(
@@ -447,3 +455,8 @@ class _Border(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         ctx.kept[:] = grads
         return None, None, None
+
+
+border_of: Callable[..., tuple[Tensor, ...]] = super(
+    torch.autograd.Function, _Border
+).apply  # as `autograd_nodes.root_of`

@@ -205,7 +205,7 @@ class StageLayers(nn.Module):
 
     def calls(self, start: int, stop: int) -> tuple[tuple[int, Callable[[Any], Any]], ...]:
         """The layers from `start` to `stop` - 1, with their global indices, as functions of one argument."""
-        return tuple((index, self._calls[index]) for index in range(start, stop))
+        return tuple([(index, self._calls[index]) for index in range(start, stop)])
 
     def shared_names(self, key: str) -> tuple[str, ...]:
         """The full names of the parameters that the layers of a key share; () if this rank holds none of these layers."""

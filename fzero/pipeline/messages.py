@@ -169,7 +169,7 @@ class Mailbox:
         usual = self._sent_nbytes.get(message.route, FIRST)
         fits = nbytes <= usual and (usual == FIRST or usual <= 2 * nbytes)
         block = torch.empty(usual if fits else nbytes, dtype=torch.uint8, device=self.device)
-        block[: len(head)].copy_(head)
+        block[: head.numel()].copy_(head)
         for x, target in zip(tensors, _tensors_in(block, start, form[1]), strict=True):
             target.copy_(x.detach())
         label, axis = message.label("to"), self.ways.to(message.peer)

@@ -73,6 +73,9 @@ class ForwardBackward:
         forwards: the forwards so far.
         given, again: the parameters that the model got in forwards, and by itself in backwards.
         gathers: the gathered units.
+        reductions: the gradients.
+        gathers_nothing: whether every rank holds all parameters.
+        runs_again: see `recomputing`.
         anchor: the input of every `UnitRoot`, on the device of the parameters, so that autograd runs all nodes on one thread.
     """
 
@@ -93,24 +96,15 @@ class ForwardBackward:
         self.forwards, self._seen = Forwards(), seen
         self.given = GivenParams(seen.scored)
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
-        self._reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
-        self._events = Sequencer(plan, mesh, learned, self.gathers, self._reductions)
+        self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
+        self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
+        self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self._runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
+        self.runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
-
-    @property
-    def is_over(self) -> bool:
-        """Whether it was closed, or an error ended it."""
-        return self.status == "over"
-
-    @property
-    def hook_states(self) -> dict[str, States]:
-        """The states of the comm hooks after the reductions so far."""
-        return self._reductions.hook_states
 
     # --- the two halves ----------------------------------------------------------------------------------------
 
@@ -133,9 +127,13 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self.given.begin(compares=compares)
-            with self.given.named_errors(), self.saving() if saves else nullcontext():
-                yield
+            self.given.begin(compares=compares, keeps=not (compares or still))
+            try:
+                with _saving(self) if saves and not self.gathers_nothing else nullcontext():
+                    yield
+            except RuntimeError as error:
+                self.given.name(error)
+                raise
             self._range.close()
             self.gathers.check_full()
             self.given.end()
@@ -173,9 +171,10 @@ class ForwardBackward:
             ValueError: the loss does not depend on a trained parameter through one of the forwards.
         """
         found: list[Tensor] = []
-        with self._running(self.forwards.run_of("backward", visits)):
-            is_last = self._reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
-            self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
+        is_last = self.reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
+        with self._running(() if self.reductions.only_adds else self.forwards.run_of("backward", visits)):
+            if not self.reductions.only_adds:
+                self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
             label = Label("loss_stats", phase="boundary")
             self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
@@ -184,12 +183,13 @@ class ForwardBackward:
                 check(found[0])
             with self.again.checked():
                 yield found
-            if needs_grads and not self._reductions.has_come:  # an update without gradients would apply weight decay
+            if needs_grads and not self.reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
             self.gathers.check_full()
-            self._events.ask("end_backward")
-            self._let_go("finish")
+            if not self.reductions.only_adds:
+                self._events.ask("end_backward")
+                self._let_go("finish")
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
@@ -211,30 +211,34 @@ class ForwardBackward:
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
-        """Follows the order of a run, or learns it; after an error this object cannot be used again."""
-        if self.is_over:
+        """Follows the order of a run, or learns it; () has no events. After an error this object cannot be used again."""
+        if self.status == "over":
             raise RuntimeError(OVER)
         settle()
         self._num_modes = _len_torch_dispatch_stack()
-        with self._events.running(run):
-            self.status = "running"
-            try:
-                yield
-            except BaseException:
-                self._abandon()
-                raise
-            self.status = "idle"
+        if run:
+            self._events.begin(run)
+        self.status = "running"
+        try:
+            yield
+        except BaseException:
+            self._abandon()
+            raise
+        self.status = "idle"
+        if run:
+            self._events.end()
 
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
         self._range.close()
-        pending = [*self.gathers.abandon(), *self._reductions.abandon()]
+        pending = [*self.gathers.abandon(), *self.reductions.abandon()]
         abandon(pending + ([self._loss_stats] if self._loss_stats else []))
         self.close()
 
     def close(self) -> None:
         """Releases the gathered buffers; from now on a backward through a graph made here raises."""
         self.status = "over"
+        self.given.keep(False)
         self.forwards.close()
         self._let_go("release")
         self.gathers.close()
@@ -250,7 +254,7 @@ class ForwardBackward:
         if self.status == "idle":
             self.forwards.begins()
         if self.status not in ("running", "passed"):
-            raise RuntimeError(OVER if self.is_over else BETWEEN)
+            raise RuntimeError(OVER if self.status == "over" else BETWEEN)
 
     # --- parameters --------------------------------------------------------------------------------------------
 
@@ -263,7 +267,7 @@ class ForwardBackward:
             present = enter(self, unit)
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
-        is_new = not present.is_recorded and not self._runs_again
+        is_new = not present.is_recorded and not self.runs_again
         if is_new and torch.is_grad_enabled():
             if self._events.phase == "forward":
                 present.is_recorded = True
@@ -272,27 +276,25 @@ class ForwardBackward:
                 self.again.read(name)
         return present.leaves[name]
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Inside, part of the model runs again for its backward; fetched parameters get no gradient, and no visit counts."""
-        before, self._runs_again = self._runs_again, True
-        try:
-            yield
-        finally:
-            self._runs_again = before
-
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
         if self._present is not None:
             self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
-        with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
-            self._leave(unit.name)
-            self._events.ask("enter", unit.name)
-            work, flats, seen = None if self.grads is None else self, self.gathers.full(unit), self.gathers.seen(unit)
-            self._present = present = self.given.visit(unit, flats, self.forwards.last, work, seen=seen)
-        return present
+        visit = self.given.kept(unit, self.forwards.last)
+        if visit is None:
+            with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
+                self._leave(unit.name)
+                self._events.ask("enter", unit.name)
+                work, flats, seen = (
+                    None if self.grads is None else self,
+                    self.gathers.full(unit),
+                    self.gathers.seen(unit),
+                )
+                visit = self.given.visit(unit, flats, self.forwards.last, work, seen=seen)
+        self._present = visit
+        return visit
 
     def _need(self, unit: str) -> None:
         """Gathers a unit that the backward needs, unless it is gathered already."""
@@ -303,17 +305,11 @@ class ForwardBackward:
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
         if self._present is not None and self._present.unit != unit:
-            self._present.leaves.clear()
+            if not self._present.is_kept:
+                self._present.leaves.clear()
             self._present = None
 
     # --- autograd ----------------------------------------------------------------------------------------------
-
-    def saving(self) -> AbstractContextManager[object]:
-        """Inside, views of gathered buffers are saved as `SavedView`s."""
-        if not any(unit.gathered_numel for unit in self.plan.units):
-            return nullcontext()
-        pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
-        return saved_tensors_hooks(partial(pack, self.gathers), partial(unpack, self))  # type: ignore[return-value]
 
     def _unpack(self, saved: SavedView | tuple[Tensor, int]) -> Tensor:
         if isinstance(saved, SavedView):
@@ -339,17 +335,21 @@ class ForwardBackward:
 
     def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
         """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
-        for key, own in self._reductions.by_buffer(grads).items():
+        if self.reductions.only_adds:
+            self.reductions.add_to_sums(grads, masks)
+            self.forwards.used.update(grads)
+            return
+        for key, own in self.reductions.by_buffer(grads).items():
             if (buffer := self.plan.flats[key][1]).trainable:
-                if not self._reductions.has_begun(unit, key):
+                if not self.reductions.has_begun(unit, key):
                     self._events.ask("collect", unit, key)
-                self._reductions.add(unit, buffer, own, masks)
+                self.reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
         self.add_grads(unit, names, grads)
-        if self.status != "passed":
+        if self.status != "passed" and not self.reductions.only_adds:
             self._events.ask("end_visit", unit)
 
 
@@ -359,3 +359,19 @@ def _unit_of(plan: Plan, name: str) -> UnitPlan:
 
         raise late("parameter", name)
     return plan.homes[name][0]
+
+
+def _saving(work: ForwardBackward) -> AbstractContextManager[object]:
+    """Inside, views of gathered buffers are saved as `SavedView`s."""
+    pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
+    return saved_tensors_hooks(partial(pack, work.gathers), partial(unpack, work))  # type: ignore[return-value]
+
+
+@contextmanager
+def recomputing(work: ForwardBackward) -> Iterator[None]:
+    """Inside, part of the model runs again for its backward; fetched parameters get no gradient, and no visit counts."""
+    before, work.runs_again = work.runs_again, True
+    try:
+        yield
+    finally:
+        work.runs_again = before

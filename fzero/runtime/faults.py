@@ -1,4 +1,7 @@
-"""The parameters that make a step fail: the first one whose gradient is not finite, and those without a gradient."""
+"""Errors of a step, with their causes: gradients that are not finite, parameters without a gradient, ranks that differ.
+
+Only a step that fails loads them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
+from fzero.comms.axes import CollectiveError
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
 from fzero.runtime.step_runtime import StepRuntime
@@ -56,14 +60,51 @@ def check_used(run: StepRuntime, used: Collection[str]) -> None:
 
 def what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor]) -> str:
     """The message about a loss or gradient that is not finite. *Collective.*"""
+    name = first_overflow(run, state)
+    if run.rules.skips_overflow:
+        return (
+            f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
+            f"{state.loss_scale.scale.item():g}, first in {name!r}; the state was not updated: look at this batch, lower the "
+            f"learning rate, or use bf16"
+        )
     losses_AW = outcome.loss_stats[..., 0]
     by_rank = losses_AW.mean(dim=0).tolist()
     ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
     mean = losses_AW.mean().item()
     what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
-    name = first_overflow(run, state)
     return (
         f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {outcome.norm.item():.6g}"
         + (f", first parameter {name!r}" if name else "")
         + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+    )
+
+
+def differing_passes(numbers_W: Tensor) -> CollectiveError:
+    """The error for ranks whose forward-backwards have different numbers (`fzero.runtime.outcome.number_of`)."""
+    is_update, passes_W = numbers_W == math.inf, numbers_W.abs()
+    is_last = (numbers_W > 0) & ~is_update
+    if is_update.any() or (passes_W == passes_W[0]).all():
+        doing = [
+            f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for what, of_rank in (
+                ("an update", is_update),
+                ("the last backward before an update", is_last),
+                ("a backward before the last", numbers_W < 0),
+            )
+            if (ranks := of_rank.nonzero().flatten().tolist())
+        ]
+        return CollectiveError(
+            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
+            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
+            f"start the job again from a checkpoint"
+        )
+    if (passes_W.floor() == passes_W[0].floor()).all():
+        return CollectiveError(
+            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+            "rank, before the same forward"
+        )
+    return CollectiveError(
+        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
+        f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
+        f"further forward or backward); end the job, and start it again from a checkpoint"
     )

@@ -34,11 +34,13 @@ class Forwards:
 
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
+        still: the trained parameters that have no gradient, because no forward required one.
         begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 
     def __init__(self) -> None:
         self.used: set[str] = set()
+        self.still: frozenset[str] = frozenset()
         self.begins: Callable[[], None] = lambda: None
         self._all: list[Forward] = []
         self._num_new = 0  # forwards since the last backward
@@ -66,6 +68,7 @@ class Forwards:
 
     def begin(self, run: str, still: frozenset[str]) -> bool:
         """Records the start of a forward; returns whether it is the first since the last backward."""
+        self.still = self.still & still if self._all else still
         self._all.append(Forward(run, still))
         self._num_new, self._num_backwards = self._num_new + 1, 0
         return self._num_new == 1
@@ -93,11 +96,6 @@ class Forwards:
         )
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
         return (kind, self._num_backwards, *chain.from_iterable(of_each), *(still if any(still) else ()))
-
-    @property
-    def still(self) -> frozenset[str]:
-        """The trained parameters that have no gradient, because no forward required one."""
-        return frozenset.intersection(*(forward.still for forward in self._all)) if self._all else frozenset()
 
     def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
         """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""

@@ -7,8 +7,7 @@ parameters twice, so a step does it only in the first forward of each kind, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 from weakref import ref
@@ -41,12 +40,14 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
+        is_kept: whether later forwards get the same parameters.
     """
 
     unit: str
     plan: UnitPlan
     leaves: dict[str, Tensor]
     is_recorded: bool = False
+    is_kept: bool = False
 
 
 class _Given(NamedTuple):
@@ -112,35 +113,46 @@ class GivenParams:
 
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
         self._scored, self.is_open = scored, False
+        self._kept: dict[str, Visit] | None = None  # by unit; None where no visit is kept
         self._given: list[_Given] | None = None  # None where values are not compared
         self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
-        self._first: dict[str, list[ref[Tensor]]] = {}  # the leaves of each unit's first visit
+        self._first: dict[str, list[ref[Tensor]]] = {}  # by unit, the leaves of the last forward's first visit
 
-    def begin(self, *, compares: bool) -> None:
-        """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after."""
+    def begin(self, *, compares: bool, keeps: bool) -> None:
+        """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after, `keeps`:
+        whether it may share parameters with other forwards."""
         self.is_open, self._given = True, [] if compares else None
-        self._first.clear()
+        if not keeps:
+            self._kept = None
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
         self.check(None)
         self.is_open = False
 
-    @contextmanager
-    def named_errors(self) -> Iterator[None]:
-        """Inside the forward, errors of PyTorch about parameters become errors that name the parameter and the fix."""
-        try:
-            yield
-        except RuntimeError as error:
-            if any(f" of {node.__name__}" in str(error) for node in (UnitRoot, ParamLeaf)):  # changed in place
-                raise self.was_changed("of the model") from error
-            if CHANGES_FLAG in str(error):
-                from fzero.runtime.parameter_errors import flag_changed
+    def keep(self, keeps: bool) -> None:
+        """Whether from here on all forwards get the same tensors as parameters. Their graphs end in the same nodes, so each
+        backward must be given its visits."""
+        self._kept = {} if keeps else None
 
-                raise flag_changed(None) from error
-            if HOOKS_SAVED in str(error):
-                raise ValueError(TRANSFORMED) from error
-            raise
+    def kept(self, unit: UnitPlan, forward: Forward) -> Visit | None:
+        """The first visit of a unit in an earlier forward, for its first visit in this one, if there is one that is kept."""
+        visit = self._kept.get(unit.name) if self._kept and unit.name not in forward.visits else None
+        if visit is None or any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
+            return None
+        visit.is_recorded = False
+        return visit
+
+    def name(self, error: RuntimeError) -> None:
+        """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
+        if any(f" of {node.__name__}" in str(error) for node in (UnitRoot, ParamLeaf)):  # changed in place
+            raise self.was_changed("of the model") from error
+        if CHANGES_FLAG in str(error):
+            from fzero.runtime.parameter_errors import flag_changed
+
+            raise flag_changed(None) from error
+        if HOOKS_SAVED in str(error):
+            raise ValueError(TRANSFORMED) from error
 
     def visit(
         self,
@@ -175,7 +187,10 @@ class GivenParams:
             pass_as_parameter(leaf, name)
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
-        return Visit(unit.name, unit, leaves)
+        visit = Visit(unit.name, unit, leaves)
+        if self._kept is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
+            visit.is_kept, self._kept[unit.name] = True, visit
+        return visit
 
     def _leaves(
         self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector

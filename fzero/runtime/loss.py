@@ -157,6 +157,8 @@ class LossRules:
 
 def loss_row(loss: Tensor, weight: Tensor | None, *numbers: float) -> Tensor:
     """The row that a rank sends the others for one loss (float64): the loss, its weight or -1, and the numbers."""
+    if loss.device.type == "cpu":
+        return torch.tensor([loss.item(), -1.0 if weight is None else weight.item(), *numbers], dtype=torch.float64)
     # A fill does not wait for the device, as a copy of a number does.
     fill = partial(torch.full, (), dtype=torch.float64, device=loss.device)
     rest = [fill(-1.0) if weight is None else weight.to(loss.device), *map(fill, numbers)]

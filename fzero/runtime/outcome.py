@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import CollectiveError, RankAxis
+from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import check_rows, loss_row
@@ -55,14 +55,8 @@ def check_outcome(
         for rows_W4 in stats_AW4:
             check_alike(rows_W4[:, 2:], run.mesh.world, named)
         check_rows(stats_AW4[..., :2].flatten(0, 1), is_sum=is_sum)
-        from fzero.runtime.faults import first_overflow, what_is_not_finite  # for the error alone
+        from fzero.runtime.faults import what_is_not_finite  # for the error alone
 
-        if skips:
-            raise FloatingPointError(
-                f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
-                f"{state.loss_scale.scale.item():g}, first in {first_overflow(run, state)!r}; the state was not updated: "
-                f"look at this batch, lower the learning rate, or use bf16"
-            )
         raise FloatingPointError(what_is_not_finite(run, outcome, state))
 
 
@@ -80,7 +74,7 @@ def check_alike(numbers_M2: Tensor, world: RankAxis, hyper: NamedHyper) -> None:
         CollectiveError: the ranks are in different steps.
         MismatchError: their hyper-parameters differ.
     """
-    if numbers_M2.device.type != "cpu" or (numbers_M2 == numbers_M2[0]).all():
+    if len(numbers_M2) == 1 or numbers_M2.device.type != "cpu" or (numbers_M2 == numbers_M2[0]).all():
         return
     check_passes(numbers_M2[:, 0])
     check_same(
@@ -119,30 +113,6 @@ def check_passes(numbers_W: Tensor) -> None:
     """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
     if numbers_W.device.type != "cpu" or (numbers_W == numbers_W[0]).all():
         return
-    is_update, passes_W = numbers_W == UPDATING, numbers_W.abs()
-    is_last = (numbers_W > 0) & ~is_update
-    if is_update.any() or (passes_W == passes_W[0]).all():
-        doing = [
-            f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-            for what, of_rank in (
-                ("an update", is_update),
-                ("the last backward before an update", is_last),
-                ("a backward before the last", numbers_W < 0),
-            )
-            if (ranks := of_rank.nonzero().flatten().tolist())
-        ]
-        raise CollectiveError(
-            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
-            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
-            f"start the job again from a checkpoint"
-        )
-    if (passes_W.floor() == passes_W[0].floor()).all():
-        raise CollectiveError(
-            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
-            "rank, before the same forward"
-        )
-    raise CollectiveError(
-        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
-        f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
-        f"further forward or backward); end the job, and start it again from a checkpoint"
-    )
+    from fzero.runtime.faults import differing_passes  # for the error alone
+
+    raise differing_passes(numbers_W)

@@ -24,7 +24,7 @@ from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
 from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
-from fzero.runtime.eager import ForwardBackward
+from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
@@ -265,7 +265,7 @@ def check_window(window: AccumulationWindow) -> None:
         "pass what step.backward(...) returned",
     )
     check_not_donated(window.state)
-    if window.work.is_over:
+    if window.work.status == "over":
         raise RuntimeError(
             "update: must be of a window that no error has ended, and an error did, so that gradients are missing; begin "
             "another window with the same state"
@@ -303,7 +303,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
         buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
     )
     learned.own_grads = None
-    hook_states: dict[str, Any] = work.hook_states
+    hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
         run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.forwards.still_buffers(run.plan.flat_buffers),
@@ -450,7 +450,7 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
     if run.checkpointing is None:
         return nullcontext()
     return run.checkpointing.applied(
-        run.recipe.model, device=run.device, recomputing=window.work.recomputing, aliases=run.plan.aliases,
+        run.recipe.model, device=run.device, recomputing=partial(recomputing, window.work), aliases=run.plan.aliases,
         moving=run.learned.moving_buffers,
     )  # fmt: skip
 
@@ -458,24 +458,28 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
 @contextmanager
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
     """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
-    # What a forward has assigned to module buffers, or written into `.grad`, is known after its binding only.
-    if window.buffers or run.learned.own_grads is not None:
+    # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding; it may drop tokens of its own.
+    if window.buffers or run.learned.own_grads is not None or run.recipe.drop is not None:
         yield window
         return
-    with run.binding.to(window.work.fetch, window.buffers):
+    window.work.given.keep(window.work.gathers_nothing and not run.recipe.compress)
+    with bound_to(run, window, lambda: 0):
         yield window._replace(is_bound=True)
 
 
 @contextmanager
 def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
     """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
+    if window.is_bound:
+        yield
+        return
     with (
-        nullcontext() if window.is_bound else run.binding.to(window.work.fetch, window.buffers),
+        run.binding.to(window.work.fetch, window.buffers),
         quantizing(run, window.state),
         with_blocks(run),
         _checkpointing(run, window),
         dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
-    ):  # fmt: skip
+    ):
         yield
 
 

@@ -22,7 +22,7 @@ from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
-from sharding.views import torch_dtype
+from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
     from fzero.storage.file_tensor import StoredTensor
@@ -34,7 +34,7 @@ class _Filling:
     names written so far."""
 
     flats: dict[str, Tensor] = field(default_factory=dict)
-    parts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    parts: dict[str, Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
 
@@ -58,6 +58,8 @@ class Reductions:
     Attributes:
         hook_states: the states of the comm hooks after the reductions so far.
         has_come: whether the present backward has produced any gradient.
+        only_adds: whether the present backward only adds to full gradients that hold a sum and live on the device, and no unit
+            is gathered. Then the unit scheduler has nothing to decide.
     """
 
     def __init__(
@@ -71,11 +73,15 @@ class Reductions:
         self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
-        self._is_first, self._is_last = True, True
+        self._is_first, self._is_last, self.only_adds = True, True, False
         self._is_done = False  # whether a backward was the last one
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of the state's own gradients, which are cut once
+        self._parts: dict[str, Tensor] = {}  # of the state's own gradients, which are cut once
+        self._trained = [b for b in plan.flat_buffers if b.trainable]
+        gathers = any(unit.gathered_numel for unit in plan.units)
+        keeps = (b.flow.collects == "full" and self._is_here(b) for b in self._trained)
+        self._keeps_all = bool(grads) and not gathers and all(keeps)
         self._in_flight: deque[_Reduction] = deque()
         self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
         self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
@@ -92,8 +98,9 @@ class Reductions:
         self._is_last = is_last or (self._is_done and not is_first)
         if is_first or not self._is_done:
             self._reduced.clear()
-        self._held = set() if is_first else {b.key for b in self._plan.flat_buffers if b.trainable}
+        self._held = set() if is_first else {b.key for b in self._trained}
         self._is_done = self._is_last
+        self.only_adds = self._keeps_all and not (is_first or self._is_last)
         return self._is_last
 
     def abandon(self) -> list[Pending]:
@@ -130,19 +137,27 @@ class Reductions:
             torch.cat([*dense, padding] if padding is not None else dense, out=flat_P)
             written.update(grads)
             return
-        kept = self._parts if flat_P is self._grads[buffer.key] else filling.parts
-        if buffer.key not in kept:
-            kept[buffer.key] = cut(flat_P, buffer)
-        parts = kept[buffer.key]
+        parts = self._parts if flat_P is self._grads[buffer.key] else filling.parts
+        if buffer.layout.names[0] not in parts:
+            parts |= cut(flat_P, buffer)
         for name, grad in grads.items():
-            if grad.layout != torch.strided:
-                grad = grad.to_dense()
-            target = parts[name] if grad.dim() == 1 else parts[name].view(grad.shape)
-            self._write(target, grad, masks.get(name), adds=name in written)
-            written.add(name)
+            self._write(parts[name], grad, masks.get(name), adds=name in written)
+        written.update(grads)
+
+    def add_to_sums(self, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """As `add`, in a backward that only adds, for gradients of any flat buffers."""
+        self.has_come, parts = True, self._parts
+        for name, grad in grads.items():
+            if name not in parts and (buffer := self._plan.homes[name][1]).trainable:
+                home: Any = self._grads[buffer.key]
+                parts |= cut(home, buffer)
+            if name in parts:
+                self._write(parts[name], grad, masks.get(name), adds=True)
 
     def _write(self, target: Tensor, grad: Tensor, mask: Tensor | None, *, adds: bool) -> None:
         """Writes a gradient times its factor and mask to its part of a flat gradient, or adds it."""
+        if grad.layout != torch.strided:
+            grad = grad.to_dense()
         if mask is not None and grad.dtype == target.dtype and not adds:
             if mask.dtype == torch.bool and mask.shape == grad.shape:
                 # A product in memory of its own would be written and read once more.
@@ -289,13 +304,8 @@ class Reductions:
 
 def cut(flat_P: Tensor, buffer: FlatParamPlan) -> dict[str, Tensor]:
     """The parts of a flat gradient, by parameter; zeros the padding."""
-    layout = buffer.layout
-    if len(layout.names) == 1 and flat_P.numel() == layout.numel:
-        return {layout.names[0]: flat_P}
-    *parts, padding = flat_P.split_with_sizes([*layout.numels, flat_P.numel() - layout.numel])
-    if padding.numel():
-        padding.zero_()
-    return dict(zip(layout.names, parts))
+    flat_P[buffer.layout.numel :].zero_()
+    return unflatten(flat_P, buffer.layout)
 
 
 def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -54,6 +53,7 @@ class Sequencer:
         self._replay = Replay(make, learned.answers)
         self.phase: Phase = "forward"
         self._run: Run = ()
+        self._is_known = False  # whether its order was learned before it began
 
     def ask(self, *request: Any) -> None:
         """Executes the events that answer a request: the name of a method of `UnitScheduler`, and its arguments.
@@ -73,16 +73,17 @@ class Sequencer:
             else:
                 EXECUTORS[event.kind](self, event.unit)
 
-    @contextmanager
-    def running(self, run: Run) -> Iterator[None]:
-        """Inside, follows the order of a run, or negotiates it; a negotiated order is learned on exit."""
+    def begin(self, run: Run) -> None:
+        """From here on, follows the order of a run, or negotiates it."""
         known = None if self._orders is None else self._orders.learned.get(run)
-        self._run, self.phase = run, "forward" if run[0] == "forward" else "backward"
+        self._run, self._is_known, self.phase = run, known is not None, "forward" if run[0] == "forward" else "backward"
         self.ask("begin", known)
-        yield
-        if self._orders is not None and known is None:
-            events, is_whole = self._replay.scheduler.recorded(run, differ=self._orders.differ)
-            if self._orders.learn(run, events, is_whole=is_whole):
+
+    def end(self) -> None:
+        """The run has ended without an error: a negotiated order is learned."""
+        if self._orders is not None and not self._is_known:
+            events, is_whole = self._replay.scheduler.recorded(self._run, differ=self._orders.differ)
+            if self._orders.learn(self._run, events, is_whole=is_whole):
                 self._warn()
 
     def _turn(self, _: str) -> None:

@@ -251,6 +251,51 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
     assert forwards.last_alone is None  # of this one, or of the graph that is kept?
 
 
+class Uneven(nn.Module):
+    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen` are the weights of `rest` that it got."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.rest, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x[:, :16]))
+        if x[0, 0] > 0:
+            h = torch.tanh(self.first(self.last.weight + h))
+        if x[0, 1] > 0:
+            h = self.rest(h)
+            self.seen.append(self.rest.weight)
+        return self.last(h).square().mean()
+
+
+@pytest.mark.parametrize("num_micro_steps", [2, 5])
+@pytest.mark.parametrize("stage", range(4))
+def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do_not(
+    stage: int, num_micro_steps: int
+) -> None:
+    model, xs = Uneven(), torch.randn(4, num_micro_steps, 2, 16, generator=torch.Generator().manual_seed(1))
+    cfg = config(stage) | {"train_batch_size": 2 * num_micro_steps, "gradient_accumulation_steps": num_micro_steps}
+    step, by_parts = (fzero.make_train_step(model, cfg, units=["first", "rest", "last"]) for _ in range(2))
+    whole, parts = step.init(), by_parts.init()
+    for x in xs:
+        model.seen.clear()
+        y = x.new_zeros(len(x.flatten(0, 1)))
+        whole, _ = step(whole, (x.flatten(0, 1), y))
+        seen = list(model.seen)
+        window = by_parts.begin(parts)
+        for k in range(num_micro_steps):
+            loss = by_parts.forward(window, lambda x=x, k=k: model(x[k], None))
+            window = by_parts.backward(window, loss, num_parts=num_micro_steps, is_last=k == num_micro_steps - 1)
+        parts, _ = by_parts.update(window)
+        ours, theirs = step.gather(whole), by_parts.gather(parts)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert stage == 3 or all(weight is seen[0] for weight in seen), (
+        "in stages 0 to 2 all forwards of a step get one tensor"
+    )
+    assert num_micro_steps == 2 or len(seen) > 1
+
+
 class Normed(Plain):
     """Its buffers are averaged in each update, before the norm."""
 

@@ -1,7 +1,7 @@
 """The tests under a malloc that finds stale writes (quarantine.c), then Inductor's kernels under AddressSanitizer and chosen jobs
 under valgrind. `make memcheck` runs it.
 
-    python tests/support/memcheck.py                                  the tests of `make test` (25 minutes), and the other two parts
+    python tests/support/memcheck.py                                  the tests of `make test`: 25 minutes; and the other parts
     python tests/support/memcheck.py --long                           with the long tests: many hours on two cores
     python tests/support/memcheck.py --tests tests/storage/test_stream.py     these tests only, and nothing else
     python tests/support/memcheck.py --kernels                        AddressSanitizer only
