@@ -396,7 +396,7 @@ class _Training(Passes):
         if not (roots and opened.inputs):
             self.waiting[chunk, number] = partial(torch.autograd.backward, roots, grads) if roots else lambda: None
         else:
-            with parts.bound_to(self.run, self.window, lambda: number):
+            with parts.bound_to(self.run, self.window, lambda: (number,)):
                 opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
         self._return(chunk, number, opened)
 

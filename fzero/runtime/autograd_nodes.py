@@ -116,17 +116,6 @@ def roots_in(loss: Tensor) -> Iterator[Any]:
             nodes += [following for following, _ in node.next_functions]
 
 
-def only_forward(visits: Visits) -> int:
-    """The one forward that a backward goes through, whose layers it may run again."""
-    if len(visits) != 1:
-        raise RuntimeError(
-            f"random_ltd: a backward that runs layers again must be of one forward, whose tokens they keep, got one of "
-            f"{len(visits)}; call backward for each forward, or checkpoint the layers themselves and nothing around them "
-            f"(activation_checkpointing)"
-        )
-    return next(iter(visits))
-
-
 class ReadAgain:
     """The parameters that modules read again in the backwards of a first step, by themselves.
 

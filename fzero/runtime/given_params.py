@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
-from fzero.runtime.autograd_nodes import SMALL, ParamLeaf, UnitRoot, leaf_of, root_of
+from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
 from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, pass_as_parameter
-from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED
 from sharding.views import unflatten
 
 
@@ -76,13 +75,9 @@ class _Given(NamedTuple):
             return None
         from fzero.runtime.parameter_errors import flag_changed, has_hook, marked
 
-        return (
-            marked("parameter", self.name, marks[0])
-            if marks
-            else has_hook(self.name)
-            if is_kept
-            else flag_changed(self.name)
-        )
+        if marks:
+            return marked("parameter", self.name, marks[0])
+        return has_hook(self.name) if is_kept else flag_changed(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +140,9 @@ class GivenParams:
 
     def name(self, error: RuntimeError) -> None:
         """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
-        if any(f" of {node.__name__}" in str(error) for node in (UnitRoot, ParamLeaf)):  # changed in place
-            raise self.was_changed("of the model") from error
-        if CHANGES_FLAG in str(error):
-            from fzero.runtime.parameter_errors import flag_changed
+        from fzero.runtime.parameter_errors import raise_named
 
-            raise flag_changed(None) from error
-        if HOOKS_SAVED in str(error):
-            raise ValueError(TRANSFORMED) from error
+        raise_named(error, self.was_changed)
 
     def visit(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
@@ -32,13 +32,13 @@ def quantizing(run: StepRuntime, state: TrainState[Tensor]) -> AbstractContextMa
     return quantized_inputs(run.recipe.model, plan, int(state.step))
 
 
-def dropping(run: StepRuntime, step: Tensor, micro: Callable[[], int]) -> AbstractContextManager[None]:
+def dropping(run: StepRuntime, step: Tensor, forwards: Callable[[], Collection[int]]) -> AbstractContextManager[None]:
     """Inside, the layers that drop tokens do so; see `fzero.runtime.token_dropping.dropping`."""
     if run.recipe.drop is None:
         return nullcontext()
     from fzero.runtime.token_dropping import dropping  # a step without dropped tokens does not load it
 
-    return dropping(run, run.recipe.drop, step, micro)
+    return dropping(run, run.recipe.drop, step, forwards)
 
 
 def with_blocks(run: StepRuntime) -> AbstractContextManager[None]:

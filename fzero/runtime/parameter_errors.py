@@ -5,7 +5,19 @@ Each function returns an error with the name of the parameter, the rule and the 
 
 from __future__ import annotations
 
-from fzero.runtime.refusals import ParameterError, ShapeAndDtype
+from collections.abc import Callable
+
+from fzero.runtime.refusals import CHANGES_FLAG, HOOKS_SAVED, TRANSFORMED, ParameterError, ShapeAndDtype
+
+
+def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -> None:
+    """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
+    if " of UnitRoot" in str(error) or " of ParamLeaf" in str(error):  # the nodes of parameters: changed in place
+        raise was_changed("of the model") from error
+    if CHANGES_FLAG in str(error):
+        raise flag_changed(None) from error
+    if HOOKS_SAVED in str(error):
+        raise ValueError(TRANSFORMED) from error
 
 
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:

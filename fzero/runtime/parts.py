@@ -8,7 +8,7 @@ Shape letters: A micro-steps, W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from fzero.comms import collectives
 from fzero.comms.failures import meet
 from fzero.comms.records import Label
 from fzero.plans.leaves import stream_name
-from fzero.runtime.autograd_nodes import Visits, only_forward, visits_in, visits_of
+from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
@@ -156,10 +156,10 @@ def forward(
     learned = run.learned
     learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
-    compares, micro = _compares(run, kind), lambda: window.work.forwards.last_index
+    compares = _compares(run, kind)
     with (
         profiler_range("forward"),
-        bound_to(run, window, micro),
+        bound_to(run, window, lambda: (window.work.forwards.last_index,)),
         window.work.forward(kind, still=still, compares=compares),
     ):
         result = function()
@@ -231,7 +231,7 @@ def going_back(
     after: list[AccumulationWindow] = []
     with (
         profiler_range("backward"),
-        bound_to(run, window, lambda: only_forward(visits)),
+        bound_to(run, window, lambda: visits),
         work.backward(
             visits, loss_row(loss, weight, number, checksum, len(newly_moved)),
             grad_scale=1 / (run.rules.loss.predivide * num_parts), is_first=not window.loss_stats, is_last=is_last,
@@ -250,8 +250,7 @@ def going_back(
 @contextmanager
 def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps: bool) -> Iterator[None]:
     """See `TrainStep.passing`."""
-    again = partial(visits_in, loss, window.work)
-    with bound_to(run, window, lambda: only_forward(again())), window.work.passing(loss, keeps=keeps):
+    with bound_to(run, window, partial(visits_in, loss, window.work)), window.work.passing(loss, keeps=keeps):
         yield
 
 
@@ -419,7 +418,7 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
         run.binding.to(work.fetch, buffers),
         quantizing(run, state),
         with_blocks(run),
-        nullcontext() if generates else dropping(run, state.step, lambda: 0),
+        nullcontext() if generates else dropping(run, state.step, lambda: (0,)),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -463,13 +462,13 @@ def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[A
         yield window
         return
     window.work.given.keep(window.work.gathers_nothing and not run.recipe.compress)
-    with bound_to(run, window, lambda: 0):
+    with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 
 
 @contextmanager
-def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], int]) -> Iterator[None]:
-    """Inside, the model computes with the tensors of a window; `micro` is the number of the forward that runs."""
+def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[], Collection[int]]) -> Iterator[None]:
+    """Inside, the model computes with the tensors of a window; `forwards`: the numbers of those that run, or run again."""
     if window.is_bound:
         yield
         return
@@ -478,7 +477,7 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, micro: Callable[[], i
         quantizing(run, window.state),
         with_blocks(run),
         _checkpointing(run, window),
-        dropping(run, window.state.step, micro),  # around the others: they see the kept tokens
+        dropping(run, window.state.step, forwards),  # around the others: they see the kept tokens
     ):
         yield
 

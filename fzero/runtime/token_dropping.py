@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -23,17 +23,28 @@ MOST_LENGTHS = 8
 
 
 def dropping(
-    run: StepRuntime, plan: TokenDropping, step: Tensor, micro: Callable[[], int]
+    run: StepRuntime, plan: TokenDropping, step: Tensor, forwards: Callable[[], Collection[int]]
 ) -> AbstractContextManager[None]:
     """Inside, the layers of a bound model that drop tokens do so.
 
     Args:
         step: the counter of updates.
-        micro: the number of the forward that runs (or is recomputed), counted from the last update.
+        forwards: the numbers of those that run (or are recomputed), counted from the last update.
     """
     n = int(step)
     length, rank, num = plan.length(n), run.ranks.rank, run.plan.num_micro_steps
-    return replacing(run.recipe.model, plan, lambda: Draw(length, n, micro(), rank, num))
+    return replacing(run.recipe.model, plan, lambda: Draw(length, n, _only(forwards()), rank, num))
+
+
+def _only(forwards: Collection[int]) -> int:
+    """The one forward that runs, or whose layers a backward runs again."""
+    if len(forwards) != 1:
+        raise RuntimeError(
+            f"random_ltd: a backward that runs layers again must be of one forward, whose tokens they keep, got one of "
+            f"{len(forwards)}; call backward for each forward, or checkpoint the layers themselves and nothing around them "
+            f"(activation_checkpointing)"
+        )
+    return next(iter(forwards))
 
 
 def replacing(model: nn.Module, plan: TokenDropping, draw: Callable[[], Draw]) -> AbstractContextManager[None]:
