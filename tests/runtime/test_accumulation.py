@@ -252,15 +252,19 @@ def test_a_graph_is_read_only_where_a_backward_may_belong_to_several_forwards() 
 
 
 class Uneven(nn.Module):
-    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen` are the weights of `rest` that it got."""
+    """Uses `first` once or twice, and `rest` or not, as signs of the input say. `seen` are the weights of `rest` that it got.
+    From the second step on, a hook doubles a gradient in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first, self.rest, self.last = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 1)
         self.seen: list[Tensor] = []
+        self.doubles = False
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         h = torch.tanh(self.first(x[:, :16]))
+        if self.doubles:
+            self.last.weight.register_hook(lambda grad: 2 * grad)  # type: ignore[no-untyped-call]
         if x[0, 0] > 0:
             h = torch.tanh(self.first(self.last.weight + h))
         if x[0, 1] > 0:
@@ -290,6 +294,7 @@ def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do
         parts, _ = by_parts.update(window)
         ours, theirs = step.gather(whole), by_parts.gather(parts)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        model.doubles = True
     assert stage == 3 or all(weight is seen[0] for weight in seen), (
         "in stages 0 to 2 all forwards of a step get one tensor"
     )
