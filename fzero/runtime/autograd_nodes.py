@@ -69,6 +69,15 @@ root_of: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Unit
 leaf_of: Callable[..., Tensor] = super(torch.autograd.Function, ParamLeaf).apply
 
 
+def run_early(output: Tensor) -> None:
+    """Lets a backward run the node of a parameter as soon as its gradient is there, as autograd's own nodes of leaves.
+
+    Autograd prefers the node that was made last. That of a parameter which a forward shares with an earlier one is older than all
+    others, so it would run last, and every gradient would be kept until then.
+    """
+    output.grad_fn._set_sequence_nr((1 << 64) - 1)  # type: ignore[union-attr]
+
+
 def works_of(loss: Tensor) -> list[Any]:
     """Every `ForwardBackward` in the graph of a loss, in graph order, which is the same on all ranks."""
     return list({id(node.work): node.work for node in roots_in(loss)}.values())

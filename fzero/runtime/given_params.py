@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
-from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
+from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of, run_early
 from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, pass_as_parameter
@@ -201,6 +201,8 @@ class GivenParams:
         if len(small) == len(names):
             outputs = root_of(work.anchor, work, unit.name, labels, given)
             forward.roots.append(outputs[0].grad_fn)
+            if not unit.gathered_numel:
+                run_early(outputs[0])
             return dict(zip(small, outputs, strict=True))
         handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
         forward.roots.append(handle.grad_fn)
@@ -208,6 +210,9 @@ class GivenParams:
         for name in names:
             if name not in found:
                 found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
+        if not unit.gathered_numel:
+            for output in (handle, *found.values()):
+                run_early(output)
         return found
 
     def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:

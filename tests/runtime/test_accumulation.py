@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from training import Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
+from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.forwards import Forwards
 from fzero.runtime.loss import LossRules
 
@@ -299,6 +300,44 @@ def test_forwards_of_a_step_that_share_parameters_give_the_bits_of_those_that_do
         "in stages 0 to 2 all forwards of a step get one tensor"
     )
     assert num_micro_steps == 2 or len(seen) > 1
+
+
+class Large(nn.Module):
+    """Blocks with a parameter of a node of its own each. `log` has the gradients of activations, and those of parameters that
+    the backward has handed over, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(257, 257) for _ in range(3))
+        self.log: list[str] = []
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = torch.cat([x, y], dim=1).repeat(1, 9)[:, :257]
+        for name, block in self.blocks.named_children():
+            h = torch.tanh(block(h))
+            h.register_hook(lambda grad, name=name: self.log.append(f"activation {name}"))  # type: ignore[no-untyped-call]
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_is_taken_as_soon_as_it_is_there_also_where_forwards_share_parameters(stage: int) -> None:
+    """Otherwise all full gradients live at the end of a backward, and no reduction runs beside it."""
+    model = Large()
+    cfg = config(stage) | {"train_batch_size": 12, "gradient_accumulation_steps": 3}
+    step = fzero.make_train_step(model, cfg)
+    state, take = step.init(), ForwardBackward.add_grads
+
+    def taken(work: ForwardBackward, unit: str, *grads: Any) -> None:
+        model.log.append(unit)
+        take(work, unit, *grads)
+
+    with mock.patch.object(ForwardBackward, "add_grads", taken):
+        for index in range(3):
+            model.log.clear()
+            state, _ = step(state, vectors(index))
+            size = len(model.log) // 3
+            assert model.log == 3 * model.log[:size], "all backwards take gradients in the same order"
+            assert model.log.index("activation 0") > model.log.index("blocks.1")
 
 
 class Normed(Plain):
