@@ -34,6 +34,7 @@ class UnitRoot(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
         ctx.is_again = not work.given.is_open
+        _run_early(ctx)
         ctx.set_materialize_grads(False)
         return tuple(views)
 
@@ -51,6 +52,7 @@ class ParamLeaf(torch.autograd.Function):
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
         ctx.work, ctx.unit, ctx.name = work, unit, name
         ctx.is_again = not work.given.is_open
+        _run_early(ctx)
         ctx.set_materialize_grads(False)
         return view
 
@@ -61,21 +63,19 @@ class ParamLeaf(torch.autograd.Function):
         return None, None, None, None, None
 
 
+def _run_early(node: Any) -> None:
+    """Where forwards share nodes, these run as soon as their gradients are there, like PyTorch's own nodes of leaves: autograd
+    would run the node last that was made first, and keep its gradients until then."""
+    if node.work.gathers_nothing:
+        node._set_sequence_nr((1 << 64) - 1)
+
+
 # To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its grad_fn.
 for _node in (UnitRoot, ParamLeaf):
     _node._backward_cls.__bool__ = lambda node: False  # type: ignore[attr-defined]
 # Not `Function.apply`, whose care for torch.func takes as long as the node itself; no transform is active where nodes are made.
 root_of: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, UnitRoot).apply
 leaf_of: Callable[..., Tensor] = super(torch.autograd.Function, ParamLeaf).apply
-
-
-def run_early(output: Tensor) -> None:
-    """Lets a backward run the node of a parameter as soon as its gradient is there, as autograd's own nodes of leaves.
-
-    Autograd prefers the node that was made last. That of a parameter which a forward shares with an earlier one is older than all
-    others, so it would run last, and every gradient would be kept until then.
-    """
-    output.grad_fn._set_sequence_nr((1 << 64) - 1)  # type: ignore[union-attr]
 
 
 def works_of(loss: Tensor) -> list[Any]:

@@ -287,12 +287,8 @@ class ForwardBackward:
             with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
                 self._leave(unit.name)
                 self._events.ask("enter", unit.name)
-                work, flats, seen = (
-                    None if self.grads is None else self,
-                    self.gathers.full(unit),
-                    self.gathers.seen(unit),
-                )
-                visit = self.given.visit(unit, flats, self.forwards.last, work, seen=seen)
+                work, flats = None if self.grads is None else self, self.gathers.full(unit)
+                visit = self.given.visit(unit, flats, self.forwards.last, work, seen=self.gathers.seen(unit))
         self._present = visit
         return visit
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.plan import UnitPlan
-from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of, run_early
+from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
 from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
 from fzero.runtime.own_params import bits_of, pass_as_parameter
@@ -63,8 +63,7 @@ class _Given(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether its values have changed, or the model has replaced its memory."""
-        same = self.leaf.data_ptr() == self.address and torch.equal(bits_of(self.view), self.bits)
-        return not same
+        return self.leaf.data_ptr() != self.address or not torch.equal(bits_of(self.view), self.bits)
 
     @property
     def error(self) -> ValueError | None:
@@ -126,8 +125,7 @@ class GivenParams:
         self.is_open = False
 
     def keep(self, keeps: bool) -> None:
-        """Whether from here on all forwards get the same tensors as parameters. Their graphs end in the same nodes, so each
-        backward must be given its visits."""
+        """Whether from here on all forwards get the same parameters. Their graphs share nodes: a backward must get its visits."""
         self._kept = {} if keeps else None
 
     def kept(self, unit: UnitPlan, forward: Forward) -> Visit | None:
@@ -201,8 +199,6 @@ class GivenParams:
         if len(small) == len(names):
             outputs = root_of(work.anchor, work, unit.name, labels, given)
             forward.roots.append(outputs[0].grad_fn)
-            if not unit.gathered_numel:
-                run_early(outputs[0])
             return dict(zip(small, outputs, strict=True))
         handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
         forward.roots.append(handle.grad_fn)
@@ -210,9 +206,6 @@ class GivenParams:
         for name in names:
             if name not in found:
                 found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
-        if not unit.gathered_numel:
-            for output in (handle, *found.values()):
-                run_early(output)
         return found
 
     def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
