@@ -66,7 +66,7 @@ class ParamLeaf(torch.autograd.Function):
 def _run_early(node: Any) -> None:
     """Where forwards share nodes, these run as soon as their gradients are there, like PyTorch's own nodes of leaves: autograd
     would run the node last that was made first, and keep its gradients until then."""
-    if node.work.gathers_nothing:
+    if node.work.given.shared is not None:
         node._set_sequence_nr((1 << 64) - 1)
 
 

@@ -81,8 +81,7 @@ class _Given(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RefusesParts:
-    """A gradient hook on a parameter of a unit that is visited several times: the forward must not take a gradient with respect
-    to it."""
+    """A gradient hook on a parameter of a unit that is visited several times, by which the forward must not differentiate."""
 
     given: GivenParams
     name: str
@@ -103,11 +102,12 @@ class GivenParams:
 
     Attributes:
         is_open: whether the forward runs.
+        shared: the visits, by unit, that later forwards may have again; None if no visit is shared.
     """
 
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
         self._scored, self.is_open = scored, False
-        self._kept: dict[str, Visit] | None = None  # by unit; None where no visit is kept
+        self.shared: dict[str, Visit] | None = None
         self._given: list[_Given] | None = None  # None where values are not compared
         self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
         self._first: dict[str, list[ref[Tensor]]] = {}  # by unit, the leaves of the last forward's first visit
@@ -117,7 +117,7 @@ class GivenParams:
         whether it may share parameters with other forwards."""
         self.is_open, self._given = True, [] if compares else None
         if not keeps:
-            self._kept = None
+            self.shared = None
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
@@ -126,11 +126,11 @@ class GivenParams:
 
     def keep(self, keeps: bool) -> None:
         """Whether from here on all forwards get the same parameters. Their graphs share nodes: a backward must get its visits."""
-        self._kept = {} if keeps else None
+        self.shared = {} if keeps else None
 
     def kept(self, unit: UnitPlan, forward: Forward) -> Visit | None:
         """The first visit of a unit in an earlier forward, for its first visit in this one, if there is one that is kept."""
-        visit = self._kept.get(unit.name) if self._kept and unit.name not in forward.visits else None
+        visit = self.shared.get(unit.name) if self.shared and unit.name not in forward.visits else None
         if visit is None or any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
             return None
         visit.is_recorded = False
@@ -176,8 +176,8 @@ class GivenParams:
         if self.is_open and work is not None:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         visit = Visit(unit.name, unit, leaves)
-        if self._kept is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
-            visit.is_kept, self._kept[unit.name] = True, visit
+        if self.shared is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
+            visit.is_kept, self.shared[unit.name] = True, visit
         return visit
 
     def _leaves(
