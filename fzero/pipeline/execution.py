@@ -360,15 +360,8 @@ class _Training(Passes):
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
         moves = run.checkpointing.moves if run.checkpointing is not None else None
-        return Site(
-            name,
-            block,
-            slots,
-            run.learned.moving_buffers,
-            moves,
-            partial(recomputing, self.window.work),
-            self.anchor.detach(),
-        )
+        again = partial(recomputing, self.window.work)
+        return Site(name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach())
 
     # --- backwards ------------------------------------------------------------------------------------------------
 
@@ -457,6 +450,5 @@ class _Border(torch.autograd.Function):
         return None, None, None
 
 
-border_of: Callable[..., tuple[Tensor, ...]] = super(
-    torch.autograd.Function, _Border
-).apply  # as `autograd_nodes.root_of`
+# Not `_Border.apply`: see `autograd_nodes.root_of`.
+border_of: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, _Border).apply

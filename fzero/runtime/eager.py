@@ -127,7 +127,7 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self.given.begin(compares=compares, keeps=not (compares or still))
+            self.given.begin(compares=compares, shares=not (compares or still))
             try:
                 with _saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
@@ -238,7 +238,7 @@ class ForwardBackward:
     def close(self) -> None:
         """Releases the gathered buffers; from now on a backward through a graph made here raises."""
         self.status = "over"
-        self.given.keep(False)
+        self.given.share(False)
         self.forwards.close()
         self._let_go("release")
         self.gathers.close()
@@ -282,7 +282,7 @@ class ForwardBackward:
             self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
-        visit = self.given.kept(unit, self.forwards.last)
+        visit = self.given.shared_visit(unit, self.forwards.last)
         if visit is None:
             with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
                 self._leave(unit.name)
@@ -301,7 +301,7 @@ class ForwardBackward:
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
         if self._present is not None and self._present.unit != unit:
-            if not self._present.is_kept:
+            if not self._present.is_shared:
                 self._present.leaves.clear()
             self._present = None
 

@@ -39,14 +39,14 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        is_kept: whether later forwards get the same parameters.
+        is_shared: whether later forwards get the same parameters.
     """
 
     unit: str
     plan: UnitPlan
     leaves: dict[str, Tensor]
     is_recorded: bool = False
-    is_kept: bool = False
+    is_shared: bool = False
 
 
 class _Given(NamedTuple):
@@ -112,11 +112,10 @@ class GivenParams:
         self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
         self._first: dict[str, list[ref[Tensor]]] = {}  # by unit, the leaves of the last forward's first visit
 
-    def begin(self, *, compares: bool, keeps: bool) -> None:
-        """Called when a forward begins; `compares`: whether the values of its parameters are compared before and after, `keeps`:
-        whether it may share parameters with other forwards."""
+    def begin(self, *, compares: bool, shares: bool) -> None:
+        """Begins a forward; whether values of its parameters are compared, and whether it may share them with other forwards."""
         self.is_open, self._given = True, [] if compares else None
-        if not keeps:
+        if not shares:
             self.shared = None
 
     def end(self) -> None:
@@ -124,12 +123,12 @@ class GivenParams:
         self.check(None)
         self.is_open = False
 
-    def keep(self, keeps: bool) -> None:
+    def share(self, shares: bool) -> None:
         """Whether from here on all forwards get the same parameters. Their graphs share nodes: a backward must get its visits."""
-        self.shared = {} if keeps else None
+        self.shared = {} if shares else None
 
-    def kept(self, unit: UnitPlan, forward: Forward) -> Visit | None:
-        """The first visit of a unit in an earlier forward, for its first visit in this one, if there is one that is kept."""
+    def shared_visit(self, unit: UnitPlan, forward: Forward) -> Visit | None:
+        """The first visit of a unit in an earlier forward, for its first visit in this one, if it is shared."""
         visit = self.shared.get(unit.name) if self.shared and unit.name not in forward.visits else None
         if visit is None or any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
             return None
@@ -177,7 +176,7 @@ class GivenParams:
             self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         visit = Visit(unit.name, unit, leaves)
         if self.shared is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
-            visit.is_kept, self.shared[unit.name] = True, visit
+            visit.is_shared, self.shared[unit.name] = True, visit
         return visit
 
     def _leaves(

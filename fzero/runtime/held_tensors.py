@@ -107,6 +107,7 @@ _ALONE = _num_references({"one": object()}, "one")
 
 
 def has_storage(x: Any) -> bool:
+    """Whether a tensor is dense and has memory with an address."""
     return x.layout == torch.strided and x.device.type != "meta" and x.numel() > 0 and address(x) > 0
 
 

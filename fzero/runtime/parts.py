@@ -461,7 +461,7 @@ def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[A
     if window.buffers or run.learned.own_grads is not None or run.recipe.drop is not None:
         yield window
         return
-    window.work.given.keep(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.recipe.compress)
+    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.recipe.compress)
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 

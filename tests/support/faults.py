@@ -94,8 +94,8 @@ CHOSEN = (
     Fault(PLANS, "_is_early", "and reduction.unit not in self._ready", "and False", "a unit is reduced before its gradients"),
     # the eager step
     Fault(RUNTIME, "cut", "flat_P[buffer.layout.numel :].zero_()", "pass", "the padding of a gradient is not zeroed"),
-    Fault(RUNTIME, "kept", "and unit.name not in forward.visits", "", "a second visit in a forward gets the nodes of the first"),
-    Fault(RUNTIME, "kept", "leaf._backward_hooks", "False", "parameters with a hook of one forward are passed to the next"),
+    Fault(RUNTIME, "shared_visit", "and unit.name not in forward.visits", "", "a second visit gets the nodes of the first"),
+    Fault(RUNTIME, "shared_visit", "leaf._backward_hooks", "False", "a hook of one forward is one of the next"),
     Fault(RUNTIME, "begin", "not (is_first or self._is_last)", "not is_first", "the last backward reduces nothing"),
     Fault(RUNTIME, "_write", "if adds:", "if False:", "the second gradient of a parameter replaces the first"),
     Fault(RUNTIME, "_adds", "if buffer.key in self._reduced:\n            return True", "pass",
