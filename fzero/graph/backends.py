@@ -9,8 +9,10 @@ The pinning uses private parts of PyTorch.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,7 +22,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
 
 from fzero.comms.traced import TracedAxis
-from fzero.graph import analysis, buckets, exchange, nodes, reuse, schedule, weight_grads
 from fzero.graph.exchange import send_to_others
 from fzero.graph.nodes import WAIT, aten, flops_of, is_cheap, is_collective, is_view, nbytes_of, numel_of, storages
 from fzero.graph.remat import is_again, is_backward, rematerialise, rematerialise_in_place
@@ -38,7 +39,9 @@ def make_runner(
     checkpoint: Sequence[str] = (),
     axes: Sequence[TracedAxis] = (),
 ) -> tuple[Runner, Graph]:
-    """What runs a step's graph, and the graph as it was scheduled.
+    """What runs a step's graph, and the graph as scheduled.
+
+    Inductor runs the same passes on its own form of the graph, so that a wait may come a few nodes earlier or later there.
 
     Args:
         module: the aten graph, without in-place operators but `copy_` into placeholders at its end. `meta["unit"]` of a
@@ -47,9 +50,9 @@ def make_runner(
         checkpoint: the modules that the backward runs again, as for `rematerialise`.
         axes: the axes along which an exchange skips the own rank (gloo).
     """
-    if backend == "inductor":
-        return _inductor(module, options, checkpoint, axes)
     graph = run_passes(rematerialise(module.graph, checkpoint), options)
+    if backend == "inductor":
+        return _inductor(module, options, checkpoint, axes), graph
     scheduled = copy_of(graph)
     send_to_others(graph, axes)
     forward = GraphModule(module, graph).forward
@@ -58,27 +61,21 @@ def make_runner(
 
 def _inductor(
     module: GraphModule, options: PassOptions, checkpoint: Sequence[str], axes: Sequence[TracedAxis]
-) -> tuple[Runner, Graph]:
-    """Inductor with the passes among its own."""
+) -> Runner:
+    """Inductor with the passes among its own; its cache on disk may have the graph from an earlier run."""
     from torch._inductor.compile_fx import compile_fx
 
     mend_reductions()
     placeholders = module.graph.find_nodes(op="placeholder")
-    scheduled: list[Graph] = []
+    units = [node.meta.get("unit") for node in placeholders]
     patches = {
-        "post_grad_custom_post_pass": InductorPass(
-            options,
-            [node.meta.get("unit") for node in placeholders],
-            checkpoint,
-            axes,
-            lambda graph: scheduled.append(copy_of(graph)),
-        ),
+        "post_grad_custom_post_pass": InductorPass(options, units, checkpoint, axes, digest_of_marks(module.graph)),
         "fallback_random": True,  # the random numbers of the eager step
         "reorder_for_locality": False,  # it would move weight gradients, and so their reductions, to the end
     }
     with torch.no_grad():
         compiled: Any = compile_fx(module, [node.meta["val"] for node in placeholders], config_patches=patches)
-    return lambda tensors: compiled(*tensors), scheduled[-1]
+    return lambda tensors: compiled(*tensors)
 
 
 @cache
@@ -103,7 +100,11 @@ def mend_reductions() -> None:
 
 
 class InductorPass(CustomGraphPass):
-    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `make_runner`."""
+    """The passes as a value of `torch._inductor.config.post_grad_custom_post_pass`; arguments as for `make_runner`.
+
+    Args:
+        marks: those of the graph that Inductor gets; see `digest_of_marks`.
+    """
 
     def __init__(
         self,
@@ -111,30 +112,33 @@ class InductorPass(CustomGraphPass):
         units: Sequence[str | None] = (),
         checkpoint: Sequence[str] = (),
         axes: Sequence[TracedAxis] = (),
-        observe: Callable[[Graph], None] | None = None,
+        marks: str = "",
     ) -> None:
         self.options, self.units, self.checkpoint = options, tuple(units), tuple(checkpoint)
-        self.axes, self.observe = tuple(axes), observe
+        self.axes, self.marks = tuple(axes), marks
 
     def __call__(self, graph: Graph) -> None:
         rematerialise_in_place(graph, self.checkpoint)
         run_passes_in_place(graph, self.options, units=_by_placeholder(graph, self.units))
-        if self.observe is not None:
-            self.observe(graph)
         send_to_others(graph, self.axes)
         realize_numbers(graph)
         pin_order(graph)
 
     def uuid(self) -> Any:
-        """The additional key of Inductor's cache of compiled graphs; None if the graph must not be cached.
+        """The further key of Inductor's cache of compiled graphs: all on which the passes depend, and their own text."""
+        files = sorted(map(str, Path(__file__).parent.glob("*.py")))
+        return get_hash_for_files(
+            tuple(files), repr((self.options, self.units, self.checkpoint, self.axes, self.marks))
+        )
 
-        A cache hit would skip the observer, and the cache does not compare the module that called an operator.
-        """
-        if self.observe is not None or self.checkpoint:
-            return None
-        passes = (analysis, buckets, exchange, nodes, reuse, schedule, weight_grads)
-        files = tuple(str(module.__file__) for module in passes)
-        return get_hash_for_files((*files, __file__), repr((self.options, self.units, self.axes)))
+
+def digest_of_marks(graph: Graph) -> str:
+    """A digest of what the trace wrote beside the nodes: the backward, checkpointed modules, the labels of collectives.
+
+    Inductor's cache compares operators only.
+    """
+    marks = [repr(node.meta.get("custom")) for node in graph.nodes]
+    return hashlib.sha256("\n".join(marks).encode()).hexdigest()
 
 
 def _by_placeholder(graph: Graph, units: Sequence[str | None]) -> dict[str, str]:

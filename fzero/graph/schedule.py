@@ -27,9 +27,11 @@ from torch.fx.node import map_arg
 from fzero.common.collector import collector_paused
 from fzero.graph.analysis import analyse, name_units
 from fzero.graph.buckets import bucket_gathers, bucket_reductions, bucket_updates
+from fzero.graph.holdings import TensorKind
 from fzero.graph.nodes import (
     WAIT,
     arrange,
+    storages,
     waits_of,
 )
 from fzero.graph.schedule_tables import GatheredRange, Tables
@@ -348,3 +350,24 @@ class _Walk:
         for node in reversed(list(self.unit_of)):
             if node not in self.done:
                 self.graph.erase_node(node)
+        self._read_from_state()
+
+    def _read_from_state(self) -> None:
+        """Lets later nodes read a new value of the state where it was written, so that its first copy is freed.
+
+        What the graph returns stays apart from the state, which the next step overwrites.
+        """
+        place, roots = {node: index for index, node in enumerate(self.graph.nodes)}, storages(self.graph)
+        returned = {roots[node] for node in self.graph.output_node().all_input_nodes}
+        for write in sorted(self.roles.writes, key=place.__getitem__):
+            state, value = write.args[:2]
+            assert isinstance(state, Node)
+            if not isinstance(value, Node) or roots[value] in returned or not _are_alike(state, value):
+                continue
+            for reader in list(value.users):
+                if place[reader] > place[write]:
+                    reader.replace_input_with(value, write)
+
+
+def _are_alike(first: Node, second: Node) -> bool:
+    return TensorKind.of(first.meta["val"]) == TensorKind.of(second.meta["val"])

@@ -35,6 +35,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx import Graph, GraphModule, Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.common.collector import collector_paused
@@ -131,7 +132,7 @@ def trace(
         stack.enter_context(attributes_kept(model))
         guard = stack.enter_context(Guard.recording(model, reads))
         stack.enter_context(_same_contents(guard))
-        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=_no_symbols(), static_shapes=True))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(marked(model, regions))
         stack.enter_context(_as_compiling())
@@ -141,6 +142,11 @@ def trace(
         with torch.enable_grad():
             module = make_fx(tracing.run)(*fakes)
     return tracing.result(module, guard)
+
+
+def _no_symbols() -> ShapeEnv:
+    """An environment in which every size is a number; Inductor caches no graph that was traced without one."""
+    return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
 
 
 class _Tracing:

@@ -77,7 +77,7 @@ def join_products(graph: Graph) -> None:
                 torch.ops.fzero.join_gradients.default, (operands, [len(part) for part in parts], numel_of(node))
             )
         product = next(piece for piece in pieces if _is_own_product(piece))
-        joined.meta |= {"val": node.meta["val"], "custom": product.meta.get("custom")}
+        joined.meta |= {"val": node.meta["val"], "custom": product.meta.get("custom") or {}}
         node.replace_all_uses_with(joined)
         _forget(node)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from itertools import accumulate, groupby, product
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -24,7 +25,7 @@ from training import ADAMW, Block, Odd, Plain, config, make, part, tokens, train
 
 import fzero
 from fzero.graph.analysis import analyse
-from fzero.graph.backends import InductorPass
+from fzero.graph.backends import InductorPass, digest_of_marks
 from fzero.graph.capture_errors import in_collectives
 from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, numel_of
@@ -793,10 +794,37 @@ def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch
         fzero.make_train_step(_quiet(), cfg, **AOT)
 
 
-def test_inductors_cache_holds_no_checkpointed_graph() -> None:
-    # It compares operators, and not by which module each was called.
-    assert InductorPass(PassOptions()).uuid() is not None
-    assert InductorPass(PassOptions(), checkpoint=["blocks.0"]).uuid() is None
+def test_inductors_cache_tells_apart_what_the_passes_read() -> None:
+    """It compares operators itself; not by which module each was called, nor the labels of collectives."""
+    step = fzero.make_train_step(Short(), config(3), **AOT)
+    found = [
+        InductorPass(PassOptions()),
+        InductorPass(PassOptions(max_live=1)),
+        InductorPass(PassOptions(), ["blocks.0"]),
+    ]
+    found.append(InductorPass(PassOptions(), checkpoint=["blocks.0"]))
+    (captured,) = step.trace(vectors(0))
+    found += [InductorPass(PassOptions(), marks=digest_of_marks(graph)) for graph in (captured.graph, Graph())]
+    assert len({one.uuid() for one in found}) == len(found)
+
+
+@pytest.mark.parametrize("checkpoint", [None, 1])
+def test_another_run_finds_the_compiled_graph(
+    checkpoint: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The graph, the collectives and all numbers are those of the run that compiled it."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    found = []
+    for hits in (0, 1):
+        counters.clear()
+        torch.manual_seed(0)
+        step = fzero.make_train_step(Short(), config(3), compile="step", checkpoint=checkpoint)
+        state, _ = step(step.init(), vectors(0))
+        assert step.program is not None and counters["inductor"]["fxgraph_cache_hit"] == hits
+        (graph,) = step.program.compiled.graphs
+        found.append((str(graph), optree.tree_leaves(state.params)))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
 class Widening(nn.Module):

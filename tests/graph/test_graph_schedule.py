@@ -22,7 +22,7 @@ from hypothesis import given, strategies as st
 from profiles import examples
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -755,6 +755,25 @@ def test_the_schedule_runs_as_it_is(fake_group: None) -> None:
     assert liveness(graph).peak_gathered_numel == 32
 
 
+def test_what_is_written_into_the_state_is_read_there() -> None:
+    """So its first copy is freed; what the graph returns is no part of the state."""
+
+    def step(first: Tensor, second: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        new, returned = x @ x, x @ x.t()
+        first.copy_(new)
+        second.copy_(returned)
+        return new @ returned, returned.view(-1)
+
+    graph = run_passes(trace(step, *(torch.ones(2, 2) for _ in range(3))).graph, PassOptions())
+    wrote, kept = graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    assert list(wrote.args[1].users) == [wrote] and len(wrote.users) == 1 and not kept.users
+    first, second, x = torch.zeros(2, 2), torch.zeros(2, 2), torch.tensor([[1.0, 2], [3, 4]])
+    product, returned = GraphModule(nn.Module(), graph)(first, second, x)
+    assert torch.equal(first, x @ x) and torch.equal(second.view(-1), returned)
+    assert torch.equal(product, (x @ x) @ (x @ x.t()))
+    assert returned.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+
+
 def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -> tuple[Graph, str]:
     """The graph, and the code that Inductor writes for vectors of so many bits (0: none). Compiling it would take long."""
     from torch._inductor import config as inductor, cpu_vec_isa
@@ -772,6 +791,23 @@ def written(module: nn.Module, monkeypatch: pytest.MonkeyPatch, num_bits: int) -
 def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The order of the calls that it writes."""
     graph, code = written(tracing.trace(*compiled_step(), nn.Module()).module, monkeypatch, num_bits=0)
+    assert order_in(code) == letters(graph).replace("c", "") and order_in(code).count("+") == 10
+    assert liveness(graph).peak_gathered_numel == 32
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_graph_shown_has_the_collectives_that_inductor_writes(
+    stage: int, fake_group: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the captured graph as scheduled; Inductor schedules one that it has rewritten, where a wait may have moved."""
+    graph, code = written(trace_step((6, 8, 6), stage=stage, tied=False, clip=True).module, monkeypatch, num_bits=0)
+    shown, order = letters(graph), order_in(code)
+    assert {letter: shown.count(letter) for letter in "+-w"} == {letter: order.count(letter) for letter in "+-w"}
+    assert shown.count("w") >= 5
+
+
+def order_in(code: str) -> str:
+    """The letters of what Inductor wrote, without writes."""
     calls = {
         "= torch.ops._c10d_functional.all_gather_into_tensor.default(": "+",
         "= torch.ops._c10d_functional.reduce_scatter_tensor.default(": "-",
@@ -779,9 +815,7 @@ def test_inductor_keeps_the_order_that_was_pinned(fake_group: None, monkeypatch:
         "extern_kernels.": ".",
     }
     lines = [line.partition("#")[0] for line in code[code.index("def call(") :].splitlines()]
-    order = "".join(letter for line in lines for call, letter in calls.items() if call in line)
-    assert order == letters(graph).replace("c", "") and order.count("+") == 10
-    assert liveness(graph).peak_gathered_numel == 32
+    return "".join(letter for line in lines for call, letter in calls.items() if call in line)
 
 
 def test_inductor_runs_what_it_wrote(fake_group: None) -> None:
