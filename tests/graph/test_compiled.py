@@ -993,9 +993,9 @@ def test_a_step_in_a_dry_run_holds_and_sends_what_the_plan_says(stage: int) -> N
     planned = sum(step.plan.sent_per_step.values())
     if stage == 3:  # the backward does not need an embedding's weights
         planned -= step.plan.units[0].gathered_numel // num_ranks * (num_ranks - 1)
-    # Losses, weights, numbers of passes and checksums, and where gradients are divided the parts of the norm, in float64; and the
-    # tables of angles, which are module buffers.
-    numbers = (4 + (stage > 0)) * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
+    # Losses, weights, numbers of passes, checksums and the parts of the norm, in float64; and the tables of angles, which are
+    # module buffers.
+    numbers = 5 * 8 + sum(spec.local_nbytes(num_ranks) for spec in step.specs.buffers.values())
     assert timeline.sent == 4 * planned + numbers * (num_ranks - 1)
     assert "gather model.layers.1" in str(timeline) or stage < 3
 
