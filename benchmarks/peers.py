@@ -249,8 +249,7 @@ def draw(rows: list[Row], path: Path) -> None:
             for row in own:
                 ratio = getattr(row, what) / getattr(best, what)
                 axes.bar(place, ratio, width=0.8, color=COLOURS[row.contender], label=row.contender)
-                how = {"ha": "center", "va": "top", "xytext": (0, -12), "textcoords": "offset points", "color": "white"}
-                axes.annotate(f"{ratio:.2f}", (place, ratio), fontsize=9, **how)
+                axes.text(place, 0.04, f"{ratio:.2f}", ha="center", color="white")
                 place += 0.9
             place += 0.3
         axes.axhline(1, color="black", linewidth=1.2)
