@@ -52,7 +52,7 @@ SETS = {
     "pipeline": FigureSet("pipeline.py --width 1536 --rounds 4", 150),
     "plans2": FigureSet("plans.py time --models BERT,convnet --stages 0,3 --variants plain", 300, is_usual=False),
     "units4": FigureSet("units.py --ranks 4 --units 25,100 --rounds 2 --steps-per-round 3", 120, is_usual=False),
-    "scale": FigureSet("scale.py --models 7b --ranks 64 --stages 3", 120, is_usual=False),
+    "scale": FigureSet("scale.py", 240, is_usual=False),
     "nvme": FigureSet("nvme.py", 120, is_usual=False),
     "offload": FigureSet("offload.py --millions 32", 150, is_usual=False),
     "alone57": FigureSet(
