@@ -14,7 +14,8 @@ measured: bytes of *model state* (resident when only the state is left, beyond w
 the peak beyond the rest. glibc gives
 memory back at once, so that what is resident is what is held; a small model of the same kind has run before, so that
 libraries are loaded. Seconds are the median of steps of processes that keep their memory, planned at the mean of the rates
-that the same processes measure at once before, between and after these steps: a machine drifts in minutes.
+that the same processes measure at once before, between and after these steps: a machine drifts in minutes. On a busy machine
+`--processor-time` takes seconds of the processor for both, without those in which a process waits or others run; files have none.
 """
 
 import argparse
@@ -198,7 +199,10 @@ def train(
     return found | {"state": status("VmRSS")}
 
 
-def run_rank(name: str, keys: dict[str, Any], num_steps: int, what: str, rank: int, port: int, pipe: Any) -> None:
+def run_rank(
+    name: str, keys: dict[str, Any], num_steps: int, what: str, clock: str, rank: int, port: int, pipe: Any
+) -> None:
+    time.perf_counter = getattr(time, clock)  # of steps and of rates
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),
@@ -221,7 +225,7 @@ def run_rank(name: str, keys: dict[str, Any], num_steps: int, what: str, rank: i
 
 
 def measured(
-    name: str, keys: dict[str, Any], num_steps: int, what: str
+    name: str, keys: dict[str, Any], num_steps: int, what: str, clock: str
 ) -> tuple[dict[str, float], list[MeasuredRates]]:
     """The mean of the ranks, and for times the rates at each moment."""
     fresh = get_context("forkserver")
@@ -231,7 +235,9 @@ def measured(
     jobs = []
     for rank in range(NUM_RANKS):
         ours, theirs = fresh.Pipe()
-        jobs.append((fresh.Process(target=run_rank, args=(name, keys, num_steps, what, rank, port, theirs)), ours))
+        jobs.append(
+            (fresh.Process(target=run_rank, args=(name, keys, num_steps, what, clock, rank, port, theirs)), ours)
+        )
         jobs[-1][0].start()
         theirs.close()
     found = [pipe.recv() for _, pipe in jobs]
@@ -278,7 +284,9 @@ def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
             continue  # every rank would write all of it
         keys = keys_of(name, stage, precision, variant, rows)
         write, read = disk_rates(Path("/tmp")) if args.what == "time" and variant == "files" else (None, None)
-        found, rates = measured(name, keys, num_steps, args.what)
+        found, rates = measured(
+            name, keys, num_steps, args.what, "process_time" if args.processor_time else "perf_counter"
+        )
         rate = replace(mean_rates(rates), disk_write=write, disk_read=read) if rates else None
         plan = planned(name, keys, rate.machine if rate else fzero.graph.MachineModel(), rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
@@ -351,9 +359,12 @@ def main() -> None:
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--steps", type=int, default=8, help="of each case, for times; two do not count")
+    parser.add_argument("--processor-time", action="store_true", help="of steps and rates, for a busy machine")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/plans"))
     args = parser.parse_args()
+    if args.processor_time and "files" in args.variants.split(","):
+        parser.error("--processor-time: the disk takes none; leave files out of --variants")
     if args.what == "memory" and any(os.environ.get(name) != value for name, value in GIVES_BACK.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | GIVES_BACK)
     console = Console(highlight=False, width=120)
