@@ -2,6 +2,7 @@
 
     python benchmarks/plans.py memory            an hour; other work on the machine does not matter
     python benchmarks/plans.py time              half an hour on a quiet machine
+    python benchmarks/plans.py time --models GPT,Llama --stages 0,3 --variants plain       three minutes
     python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files --out out/mine
 
 Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in files.
@@ -12,8 +13,9 @@ measured: bytes of *model state* (resident when only the state is left, beyond w
 *rest* between steps (with the working buffers that a step keeps on a CPU), at the *peak* of a step, and of the *activations*:
 the peak beyond the rest. glibc gives
 memory back at once, so that what is resident is what is held; a small model of the same kind has run before, so that
-libraries are loaded. Seconds are the median of steps of processes that keep their memory, at rates that two processes
-measure at once (`fzero.profiling.measure_rates(num_ranks=2)`) before and after the cases.
+libraries are loaded. Seconds are the median of steps of processes that keep their memory, planned at the mean of the rates
+that the same processes measure at once before, between and after these steps: a machine drifts in minutes. On a busy machine
+`--processor-time` takes seconds of the processor for both, without those in which a process waits or others run; files have none.
 """
 
 import argparse
@@ -25,7 +27,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from itertools import product
+from dataclasses import asdict, replace
+from itertools import chain, product
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,7 @@ from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausa
 
 import fzero
 from fzero.common import print_report
+from fzero.profiling.machine import NAMES, MeasuredRates, disk_rates, mean_rates, rates_of_rank
 
 NUM_RANKS, CONTEXT = 2, 128
 NUM_ROWS = {"memory": 4, "time": 2}
@@ -161,28 +165,44 @@ def status(field: str) -> int:
     return int(dict(line.split(":", 1) for line in lines)[field].split()[0]) * 1024
 
 
-def train(name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: int) -> dict[str, float]:
-    """Steps of a model, with what is resident at their peak, between them, and when only the state is left."""
+NUM_WARM = 2
+"""Steps that do not count: what is learned and kept is there after them."""
+
+
+def train(
+    name: str, blocks: int, keys: dict[str, Any], num_steps: int, rows: int, measure: Callable[[], object] = tuple
+) -> dict[str, float]:
+    """Steps of a model, with what is resident at their peak, between them, and when only the state is left.
+
+    `measure` runs before, in the middle of and after the steps that count.
+    """
     torch.manual_seed(0)
     step = fzero.make_train_step(built(name, blocks), keys, loss_fn=loss_of)
     with torch.no_grad():
         state, batch = step.init(init_fn=fill), batch_of(name, rows, of_step=step.plan.num_micro_steps)
     seconds = []
     for index in range(num_steps):
-        if index == 2:  # what is learned and kept is there
+        if index == NUM_WARM:
             gc.collect()
             Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        if index in (NUM_WARM, (NUM_WARM + num_steps) // 2):
+            measure()
         began = time.perf_counter()
         state, _ = step(state, batch)
         seconds.append(time.perf_counter() - began)
-    found = {"peak": status("VmHWM"), "rest": status("VmRSS"), "seconds": statistics.median(seconds[2:] or seconds)}
+    counted = seconds[NUM_WARM:] or seconds
+    found = {"peak": status("VmHWM"), "rest": status("VmRSS"), "seconds": statistics.median(counted)}
+    measure()
     found["activations"] = found["peak"] - found["rest"]
     del step, batch
     gc.collect()
     return found | {"state": status("VmRSS")}
 
 
-def run_rank(name: str, keys: dict[str, Any], num_steps: int, rows: int, rank: int, port: int, pipe: Any) -> None:
+def run_rank(
+    name: str, keys: dict[str, Any], num_steps: int, what: str, clock: str, rank: int, port: int, pipe: Any
+) -> None:
+    time.perf_counter = getattr(time, clock)  # of steps and of rates
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(NUM_RANKS),
@@ -190,17 +210,24 @@ def run_rank(name: str, keys: dict[str, Any], num_steps: int, rows: int, rank: i
         "MASTER_PORT": str(port),
     }
     torch.set_num_threads(1)
-    fzero.join()
-    train(name, 1, keys, 2, rows)
+    axis, rates, rows = fzero.join(), list[MeasuredRates](), NUM_ROWS[what]
+    train(name, 1, keys, NUM_WARM, rows)
     gc.collect()
     before = status("VmRSS")
-    found = train(name, NUM_BLOCKS[name], keys, num_steps, rows)
-    pipe.send({key: value - before * (key not in ("seconds", "activations")) for key, value in found.items()})
+
+    def measure() -> None:
+        if what == "time":
+            rates.append(rates_of_rank(axis, torch.device("cpu")))
+
+    found = train(name, NUM_BLOCKS[name], keys, num_steps, rows, measure)
+    pipe.send(({key: value - before * (key not in ("seconds", "activations")) for key, value in found.items()}, rates))
     fzero.shutdown()
 
 
-def measured(name: str, keys: dict[str, Any], num_steps: int, rows: int) -> dict[str, float]:
-    """The mean of the ranks."""
+def measured(
+    name: str, keys: dict[str, Any], num_steps: int, what: str, clock: str
+) -> tuple[dict[str, float], list[MeasuredRates]]:
+    """The mean of the ranks, and for times the rates at each moment."""
     fresh = get_context("forkserver")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -208,13 +235,16 @@ def measured(name: str, keys: dict[str, Any], num_steps: int, rows: int) -> dict
     jobs = []
     for rank in range(NUM_RANKS):
         ours, theirs = fresh.Pipe()
-        jobs.append((fresh.Process(target=run_rank, args=(name, keys, num_steps, rows, rank, port, theirs)), ours))
+        jobs.append(
+            (fresh.Process(target=run_rank, args=(name, keys, num_steps, what, clock, rank, port, theirs)), ours)
+        )
         jobs[-1][0].start()
         theirs.close()
     found = [pipe.recv() for _, pipe in jobs]
     for process, _ in jobs:
         process.join()
-    return {key: statistics.fmean(one[key] for one in found) for key in found[0]}
+    mean = {key: statistics.fmean(one[key] for one, _ in found) for key in found[0][0]}
+    return mean, [mean_rates(moment) for moment in zip(*(rates for _, rates in found), strict=True)]
 
 
 # --- planned -----------------------------------------------------------------------------------------------------
@@ -245,7 +275,7 @@ def planned(
 # --- the tables --------------------------------------------------------------------------------------------------
 
 
-def run(args: argparse.Namespace, console: Console, machine: fzero.graph.MachineModel) -> Iterator[dict[str, Any]]:
+def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     stages, models = map(int, args.stages.split(",")), args.models.split(",")
     num_steps, rows = args.steps if args.what == "time" else 4, NUM_ROWS[args.what]
     dtypes, variants = args.dtypes.split(","), args.variants.split(",")
@@ -253,7 +283,12 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
         if variant == "files" and stage == 0:
             continue  # every rank would write all of it
         keys = keys_of(name, stage, precision, variant, rows)
-        found, plan = measured(name, keys, num_steps, rows), planned(name, keys, machine, rows)
+        write, read = disk_rates(Path("/tmp")) if args.what == "time" and variant == "files" else (None, None)
+        found, rates = measured(
+            name, keys, num_steps, args.what, "process_time" if args.processor_time else "perf_counter"
+        )
+        rate = replace(mean_rates(rates), disk_write=write, disk_read=read) if rates else None
+        plan = planned(name, keys, rate.machine if rate else fzero.graph.MachineModel(), rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
         of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files
         of_plan["activations"] = of_plan["peak"] - of_plan["rest"]
@@ -262,10 +297,10 @@ def run(args: argparse.Namespace, console: Console, machine: fzero.graph.Machine
             "measured": found,
             "planned": of_plan | {"seconds": plan.seconds},
             "description": plan.step.description,
+            "rates": [asdict(one) for one in rates],
         }
-        console.print(
-            case, found, of_plan, plan.seconds, plan.step.description, soft_wrap=True
-        ) if args.verbose else None
+        if args.verbose:
+            console.print(case, found, of_plan, plan.seconds, plan.step.description, rate, soft_wrap=True)
 
 
 def table_of(cases: list[dict[str, Any]], names: tuple[str, ...], scale: float, unit: str) -> Table:
@@ -302,6 +337,20 @@ def ranking(cases: list[dict[str, Any]], *, by: tuple[str, ...], margin: float =
     return right, total
 
 
+def print_rates(cases: list[dict[str, Any]], console: Console) -> None:
+    """Each rate over all cases, and how far apart the same case's are."""
+    console.print("rates: median of all, and the largest over the least of a case (median, worst)")
+    for name, (what, unit) in NAMES.items():
+        of_cases = [[one[name] for one in case["rates"]] for case in cases]
+        if unit and None not in chain(*of_cases):
+            drifts = [max(rates) / min(rates) for rates in of_cases]
+            scale = 1e-6 if unit == "μs" else 1e9
+            console.print(
+                f"{what}: {statistics.median(chain(*of_cases)) / scale:.3g} {unit}, "
+                f"{statistics.median(drifts):.2f}, {max(drifts):.2f}"
+            )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=("memory", "time"))
@@ -309,18 +358,18 @@ def main() -> None:
     parser.add_argument("--stages", default="0,1,2,3")
     parser.add_argument("--dtypes", default="fp32,bf16")
     parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--steps", type=int, default=6, help="of each case, for times; two do not count")
+    parser.add_argument("--steps", type=int, default=8, help="of each case, for times; two do not count")
+    parser.add_argument("--processor-time", action="store_true", help="of steps and rates, for a busy machine")
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("out/plans"))
     args = parser.parse_args()
+    if args.processor_time and "files" in args.variants.split(","):
+        parser.error("--processor-time: the disk takes none; leave files out of --variants")
     if args.what == "memory" and any(os.environ.get(name) != value for name, value in GIVES_BACK.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | GIVES_BACK)
     console = Console(highlight=False, width=120)
     get_context("forkserver").set_forkserver_preload(["plans"])
-    rates = [fzero.profiling.measure_rates(num_ranks=NUM_RANKS)] if args.what == "time" else []
-    for rate in rates:
-        console.print(rate, soft_wrap=True)
-    cases = list(run(args, console, rates[0].machine if rates else fzero.graph.MachineModel()))
+    cases = list(run(args, console))
     if args.what == "memory":
         print_report(table_of(cases, tuple(BARS), 1e6, "MB"))
         for name, bar in BARS.items():
@@ -330,7 +379,6 @@ def main() -> None:
                 f"{name}: from {min(found):+.1%} to {max(found):+.1%}, {missed} of {len(found)} off by more than {bar:.0%}"
             )
     else:
-        rates.append(fzero.profiling.measure_rates(num_ranks=NUM_RANKS))
         print_report(table_of(cases, ("seconds",), 1.0, "s"))
         found = errors(cases, "seconds")
         console.print(f"error: median {statistics.median(map(abs, found)):.0%}, worst {max(found, key=abs):+.0%}")
@@ -339,13 +387,9 @@ def main() -> None:
             console.print(
                 f"of pairs that differ in {' or '.join(by)} by more than 3 %: {right} of {total} are ranked right"
             )
-        console.print("rates before and after")
-        for rate in rates:
-            console.print(rate, soft_wrap=True)
+        print_rates(cases, console)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / f"{args.what}.json").write_text(
-        json.dumps({"cases": cases, "rates": [str(r) for r in rates]}, indent=1)
-    )
+    (args.out / f"{args.what}.json").write_text(json.dumps({"cases": cases}, indent=1))
 
 
 if __name__ == "__main__":

@@ -53,8 +53,8 @@ class OperatorCost(NamedTuple):
     kind: OperatorKind = ""
 
     def seconds(self, machine: MachineModel) -> float:
-        """Its duration."""
-        return machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, kind=self.kind)
+        """Its duration in an eager step."""
+        return machine.operator + machine.seconds(self.flops, self.nbytes, is_wide=self.is_wide, kind=self.kind)
 
 
 class TraceEvent(NamedTuple):

@@ -31,7 +31,10 @@ class MachineModel:
             a CPU it computes for longer than it waits for memory. None means `memory`.
         update, update_fp32: bytes that an optimizer update on the device reads and writes, of parameters of 16 bits beside
             their master, and of others; None means `memory`.
-        overlap: whether transfers overlap compute; on a CPU whose cores all compute, they do not.
+        operator: seconds of Python, dispatch and autograd for each operator of an eager step, beside its work. 0 on a GPU, which
+            meanwhile works on earlier ones.
+        overlap: whether transfers overlap compute, those of collectives in a step and those of memory in an operator; on a CPU
+            whose cores all compute, they do not.
     """
 
     flops: float = 1e14
@@ -48,16 +51,20 @@ class MachineModel:
     pointwise_fp32: float | None = None
     update: float | None = None
     update_fp32: float | None = None
+    operator: float = 0.0
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        rates = {name: value for name, value in asdict(self).items() if name not in ("latency", "overlap")}
-        for name, value in (rates | {"latency": self.latency}).items():
+        numbers = {name: value for name, value in asdict(self).items() if name != "overlap"}
+        for name, value in numbers.items():
             if not isinstance(value, int | float | None):
-                refuse(f"MachineModel: {name}", "a number", value, "pass a rate per second (latency: seconds)")
-        if self.latency < 0:
-            raise ValueError(f"MachineModel: latency must not be negative, got {self.latency}; it is seconds")
-        for name, value in rates.items():
+                refuse(
+                    f"MachineModel: {name}", "a number", value, "pass a rate per second (latency, operator: seconds)"
+                )
+        for name in ("latency", "operator"):
+            if (seconds := numbers.pop(name)) < 0:
+                raise ValueError(f"MachineModel: {name} must not be negative, got {seconds}; it is seconds")
+        for name, value in numbers.items():
             if value is not None and value <= 0:
                 raise ValueError(f"MachineModel: {name} must be positive, got {value}; it is a rate per second")
 
@@ -76,10 +83,11 @@ class MachineModel:
         return f"{self.flops / 1e12:.3g} Tflop/s{wide}, {rates}"
 
     def seconds(self, flops: int, nbytes: int, *, is_wide: bool = False, kind: OperatorKind = "") -> float:
-        """The time of an operator: the larger of its compute time and its memory time."""
+        """The time of an operator: the larger of its compute time and its memory time, or both where they do not overlap."""
         rate = (self.flops_fp32 or self.flops) if is_wide else self.flops
         if kind == "attention":
             rate = (self.attention_fp32 if is_wide else self.attention) or rate
         elif kind == "pointwise":
             return nbytes / ((self.pointwise_fp32 if is_wide else self.pointwise) or self.memory)
-        return max(flops / rate, nbytes / self.memory)
+        compute, memory = flops / rate, nbytes / self.memory
+        return max(compute, memory) if self.overlap else compute + memory

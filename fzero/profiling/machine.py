@@ -28,7 +28,7 @@ from fzero.comms import collectives, primitives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
-from fzero.profiling.profiler import attention_rate, matrix_rate, pointwise_rate, update_rate
+from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 
 PACKAGES = (
     "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
@@ -75,6 +75,8 @@ class MeasuredRates:
     """Bytes read and written by an update of AdamW in fp32."""
     update_bf16: float | None = None
     """The same with parameters and gradients in bf16 beside an fp32 master."""
+    operator: float | None = None
+    """Seconds of an operator beside its work, where the CPU computes."""
 
     @property
     def machine(self) -> MachineModel:
@@ -97,6 +99,7 @@ class MeasuredRates:
             host=self.to_device or self.host_copy,
             disk=disk,
             processor=2 * self.host_copy,
+            operator=self.operator or default.operator,
             overlap=self.overlap,
         )
 
@@ -173,6 +176,7 @@ def _rates_here(device: torch.device) -> MeasuredRates:
         pointwise_bf16=pointwise_rate(device, torch.bfloat16),
         update_fp32=update_rate(device, torch.float32),
         update_bf16=update_rate(device, torch.bfloat16),
+        operator=None if has_gpu else operator_seconds(),
         overlap=has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0)),
     )
 
@@ -327,6 +331,7 @@ NAMES = {
     "pointwise_bf16": ("GELU and layer norm with their backward, bf16", "GB/s"),
     "update_fp32": ("update of AdamW, fp32", "GB/s"),
     "update_bf16": ("update of AdamW, bf16 with an fp32 master", "GB/s"),
+    "operator": ("operator of a few elements", "μs"),
     "latency": ("collective of one element", "μs"),
     "overlap": ("communication overlaps compute", ""),
 }

@@ -121,6 +121,27 @@ def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
     return num_tensors * x.nbytes / _fastest(run, device)
 
 
+NUM_OPERATORS = 15
+"""Of `small_block` in an activation trace: six forward, nine backward."""
+
+
+def small_block() -> nn.Module:
+    """The operators of a block of a transformer, on a few elements."""
+    return nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+
+
+def operator_seconds() -> float:
+    """Seconds of Python, dispatch and autograd that an operator takes on the CPU, beside its work; the best of a few."""
+    block, x = small_block(), torch.ones(1, 2, 8)
+    params = list(block.parameters())
+
+    def run() -> None:
+        for _ in range(20):
+            torch.autograd.grad((x + block(x)).sum(), params)
+
+    return _fastest(run, x.device) / (20 * NUM_OPERATORS)
+
+
 def update_rate(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, *, numel: int = 1 << 22
 ) -> float:

@@ -28,7 +28,7 @@ import fzero
 from fzero.common.flops import counter
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
 from fzero.estimation import zero_formulas as estimates
-from fzero.estimation.activation_trace import ActivationCounter, trace_activations
+from fzero.estimation.activation_trace import ActivationCounter, OperatorCost, trace_activations
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
@@ -47,6 +47,7 @@ from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.schedule_check import check_schedules
+from fzero.profiling.profiler import NUM_OPERATORS, operator_seconds, small_block
 from fzero.runtime import file_agreement
 from fzero.runtime.activation_checkpointing import Moves
 from fzero.runtime.sequencer import Sequencer
@@ -770,6 +771,22 @@ def test_attention_takes_the_time_of_its_own_rate() -> None:
     assert 0 < flops < trace.flops
     assert sum(trace.seconds(MachineModel(attention_fp32=1.0))) == pytest.approx(flops)  # the rest takes nanoseconds
     assert trace.seconds(MachineModel(attention=1.0)) == trace.seconds(MachineModel()), "of 16 bits, and there are none"
+
+
+def test_where_nothing_overlaps_an_operator_takes_its_products_its_bytes_and_its_dispatch() -> None:
+    cost = OperatorCost(flops=6, nbytes=8, is_wide=False)
+    rates = {"flops": 2.0, "memory": 4.0, "operator": 5.0}
+    assert cost.seconds(MachineModel(**rates)) == 5 + max(3, 2)
+    assert cost.seconds(MachineModel(**rates, overlap=False)) == 5 + 3 + 2
+
+
+def test_operators_are_timed_on_as_many_as_a_trace_counts() -> None:
+    def loss_fn(block: nn.Module, x: Tensor) -> Tensor:
+        return (x + block(x)).sum()
+
+    trace = trace_activations(small_block(), {}, torch.ones(1, 2, 8), loss_fn=loss_fn, device="cpu")
+    assert sum(len(event.work) for event in trace.events) == NUM_OPERATORS
+    assert 0 < operator_seconds() < 0.01
 
 
 # --- what fits ---------------------------------------------------------------------------------------------------

@@ -68,6 +68,7 @@ BELOW_THE_SURFACE = {
         f"fzero.storage.{name}" for name in ("file_store", "file_tensor", "host_memory", "movers", "stream")
     },
     "benchmarks.offload_timeline": {"fzero.storage.direct_io", "fzero.storage.stream"},
+    "benchmarks.plans": {"fzero.profiling.machine"},
 }
 """What measures parts that users do not call, and the modules of these."""
 
