@@ -95,12 +95,20 @@ def run_part(name: str, later: list[str], options: argparse.Namespace) -> dict[s
     return result
 
 
+def started() -> list[int]:
+    """The processes that parts have started and that are there: they have this run's mark in their environment."""
+    mark, found = f"GPU_RUN={os.environ['GPU_RUN']}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
 def end_all() -> None:
     """Ends all that a part has started, also what has a session or a process group of its own: ranks, and compilers of ninja."""
-    from fzero.launch.reaper import marked
-
     until = time.time() + 10
-    while (left := marked(f"GPU_RUN={os.environ['GPU_RUN']}".encode())) and time.time() < until:
+    while (left := started()) and time.time() < until:
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
