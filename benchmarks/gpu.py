@@ -222,7 +222,8 @@ def main() -> int:
         end_all()
         forget_compiled(options.out)
     write(results, options.out)
-    print((options.out / "report.md").read_text())
+    with suppress(OSError):  # a terminal that ended
+        print((options.out / "report.md").read_text(), flush=True)
     failed = any(part.get("passed") is False or "error" in part for part in results["parts"].values())
     return int(failed) if is_whole else 130
 

@@ -84,6 +84,7 @@ def test_an_interrupt_keeps_what_was_measured_and_names_the_rest(number: signal.
         for _ in range(2):  # the second one must not disturb what the first one began
             running.send_signal(number)
             time.sleep(0.1)
+        running.communicate()
     assert running.returncode == 130 and not marked(mark) and not (tmp_path / "compiled").exists()
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
     found = [parts[name].get("not_run") for name in names]
