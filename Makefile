@@ -66,7 +66,7 @@ figures: env  ## the usual sets of figures of docs/performance.md, one after the
 	$(BIN)/python benchmarks/sets.py $(ARGS)
 
 gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--tiny" runs it on a processor
-	PYTHONPATH=. $(PYTHON) benchmarks/gpu.py $(ARGS)
+	exec $(PYTHON) benchmarks/gpu.py $(ARGS)
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build out *.egg-info

@@ -4,9 +4,9 @@
     make gpu ARGS="--parts 'stages;checkpoint'"   some of them
     python benchmarks/gpu.py --tiny             every part on this machine's processor, to see that it runs
 
-It takes the Python that calls it, downloads nothing, and names the package that is missing. Each part is a process of its own
-with a time limit, so one that fails ends no other. After each part `results.json` and `report.md` are written anew, so that an
-interrupted run keeps what it has measured.
+It takes the Python that calls it, downloads nothing, and names the package that is missing. Each part is a process of its own,
+so one that fails ends no other. Its limit is its own seconds in `PARTS` and what earlier parts have left of theirs.
+`results.json` and `report.md` are written anew before and after each part, so that an interrupted run keeps what it has measured.
 """
 
 import argparse
@@ -19,15 +19,20 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from gpu_parts import CARD, PARTS, RANKS, TINY, TOTAL
+from gpu_parts import CARD, PARTS, TINY, TOTAL, keep, replace_file
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
-TIMES_TINY = 6
-"""By what the limits of parts grow with `--tiny`."""
+VERSIONS = {"torch": ("2.11", "2.12", "2.13"), "python": ("3.11", "3.12", "3.13")}
+SECONDS_TINY = 900
+"""Of each part with `--tiny`: a processor, which others may use, compiles for minutes."""
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def machine() -> dict[str, Any]:
@@ -48,23 +53,29 @@ def forget_compiled(folder: Path) -> None:
     shutil.rmtree(folder / "compiled", ignore_errors=True)
 
 
-def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One part in a process of its own."""
+def not_possible(name: str, options: argparse.Namespace) -> str | None:
+    """Why a part cannot run here, if it cannot."""
+    if name == "DeepSpeed 2" and importlib.util.find_spec("deepspeed") is None:
+        return "deepspeed is not installed"
+    if name == "between ranks" and options.cards < 2:
+        return f"needs two cards, and this machine has {options.cards}"
+    return None
+
+
+def run_part(name: str, later: list[str], options: argparse.Namespace) -> dict[str, Any]:
+    """One part in a process of its own, before the parts `later`."""
     if name not in PARTS:
         return {"passed": False, "error": "no part has this name"}
-    limit = PARTS[name][1]  # of a card; a processor, which others may use, compiles for longer
-    seconds = TIMES_TINY * limit if options.tiny else min(limit, options.until - time.time())
-    if seconds < 5:
-        return {"not_run": f"no time left of {TOTAL} s"}
-    if name == "DeepSpeed 2" and importlib.util.find_spec("deepspeed") is None:
-        return {"not_run": "deepspeed is not installed"}
-    if name in RANKS and options.cards < 2:
-        return {"not_run": f"needs two cards, and this machine has {options.cards}"}
+    if reason := not_possible(name, options):
+        return {"not_run": reason}
+    seconds: float = SECONDS_TINY
+    if not options.tiny:
+        kept_free = sum(PARTS[x][1] for x in later if x in PARTS and not not_possible(x, options))
+        seconds = options.until - kept_free - time.time()
     answer = options.out / "part.json"
     answer.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--part", name, "--out", str(options.out)]
+    command = [sys.executable, __file__, "--part", name, "--out", str(options.out), "--seconds", str(seconds)]
     command += ["--tiny"] * options.tiny
-    # In a session of its own, so that the ranks and compilers that it starts end with it.
     stderr = None
     with subprocess.Popen(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
@@ -73,61 +84,104 @@ def run_part(name: str, options: argparse.Namespace) -> dict[str, Any]:
             with suppress(subprocess.TimeoutExpired):
                 stderr = part.communicate(timeout=seconds)[1]
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(part.pid, signal.SIGKILL)
+            end_all()
+    result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"passed": False}
     if stderr is None:
         forget_compiled(options.out)
-        return {"passed": False, "error": f"took more than {seconds:.0f} s"}
-    if not answer.exists():
-        return {"passed": False, "error": (stderr.strip() or f"exit {part.returncode}").splitlines()[-1][:500]}
-    result: dict[str, Any] = json.loads(answer.read_text())
+        return result | {"error": f"took more than {seconds:.0f} s"}
+    if part.returncode or not answer.exists():
+        lines = stderr.strip().splitlines() or ["it wrote nothing"]
+        return result | {"error": f"exit {part.returncode}: {lines[-1][:500]}"}
     return result
 
 
+def started() -> list[int]:
+    """The processes that parts have started and that are there: they have this run's mark in their environment."""
+    mark, found = f"GPU_RUN={os.environ['GPU_RUN']}".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it has ended, or is another user's
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
+
+
+def end_all() -> None:
+    """Ends all that a part has started, also what has a session or a process group of its own: ranks, and compilers of ninja."""
+    until = time.time() + 10
+    while (left := started()) and time.time() < until:
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        time.sleep(0.05)
+
+
 def verdict(part: dict[str, Any]) -> str:
-    """One word or line about a part."""
+    """One line about a part."""
+    if "not_run" in part:
+        return f"not run: {part['not_run']}"
+    found = "passed" if part["passed"] else "failed"
     if "tokens_per_second" in part:
-        return f"{part['tokens_per_second']:.0f} tokens/s"
-    return part.get("not_run") or part.get("error") or ("passed" if part["passed"] else "failed")
+        found = f"{part['tokens_per_second']:.0f} tokens/s" + ("" if part["passed"] else ", loss is no number")
+    return f"{found}, {part['error']}" if "error" in part else found
 
 
 def page(results: dict[str, Any]) -> str:
     """The results as a page in Markdown."""
     lines = [f"# fzero on {results['machine']['card'] or 'no card'}", ""]
     lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
+    others = [f"{key} {x}" for key, of in VERSIONS.items() for x in of if not results["machine"][key].startswith(x)]
+    lines += [f"Not run: the other versions that fzero supports ({', '.join(others)}).", ""]
     speed = {name: part for name, part in results["parts"].items() if "tokens_per_second" in part}
     for name, part in results["parts"].items():
-        if name not in speed:
+        if name not in speed or "error" in part:
             lines.append(f"- **{name}**: {verdict(part)} ({part['seconds']:.0f} s)")
             failed = (row for row in part.get("laws", ()) if not row["passed"])
             lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
-            lines += [f"  - {row}" for row in part.get("rows", ())]
+            lines += [
+                f"  - {', '.join(f'{key} {value}' for key, value in row.items())}" for row in part.get("rows", ())
+            ]
     if not speed:
         return "\n".join(lines) + "\n"
     plain = speed.get("plain, compiled", {}).get("tokens_per_second")
-    names = ("tokens/s", "times plain", "model FLOP/s used", "peak MiB", "ms")
+    names = ("tokens/s", "times plain", "model FLOP/s used", "peak MiB", "ms", "last loss")
     lines += ["", f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
     for name, part in speed.items():
         ratio = f"{part['tokens_per_second'] / plain:.2f}" if plain else ""
         peak = "" if part["peak_mib"] is None else f"{part['peak_mib']:.0f}"
-        cells = (f"{part['tokens_per_second']:.0f}", ratio, f"{part['used']:.2f}", peak, f"{part['ms']:.1f}")
+        cells = (
+            f"{part['tokens_per_second']:.0f}",
+            ratio,
+            f"{part['used']:.2f}",
+            peak,
+            f"{part['ms']:.1f}",
+            f"{part['loss']:.3f}",
+        )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Both files anew; parts that were not reached are named."""
-    (folder / "results.json").write_text(json.dumps(results, indent=1))
-    (folder / "report.md").write_text(page(results))
+    replace_file(folder / "results.json", json.dumps(results, indent=1))
+    replace_file(folder / "report.md", page(results))
+
+
+def interrupt(*_: object) -> NoReturn:
+    """Ends the run once: a second signal must not disturb what cleans up and writes."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="fzero's laws and speed on a card.")
     parser.add_argument("--parts", help=f"names, joined by ;, of: {'; '.join(PARTS)}")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
-    parser.add_argument("--tiny", action="store_true", help="on the processor, in seconds")
+    parser.add_argument("--tiny", action="store_true", help="on the processor, with small models")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    options.until = time.time() + (options.seconds or TOTAL)
     root = Path(__file__).parents[1]
     sys.path.insert(0, str(root))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
@@ -139,31 +193,39 @@ def main() -> int:
     os.environ["GPU_OUT"] = str(options.out.resolve())
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     if options.part:
-        result = PARTS[options.part][0](TINY if options.tiny else CARD)
-        (options.out / "part.json").write_text(json.dumps(result))
+        os.environ["GPU_UNTIL"] = str(options.until)
+        keep(PARTS[options.part][0](TINY if options.tiny else CARD))
         return 0
+    os.environ["GPU_RUN"] = uuid.uuid4().hex  # marks the processes that parts start
     results: dict[str, Any] = {"machine": machine(), "parts": {}}
     if not (results["machine"]["card"] or options.tiny):
         print("gpu: this machine has no card that torch sees; --tiny runs all parts on the processor")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     forget_compiled(options.out)
-    options.until = time.time() + TOTAL
     options.cards = 2 if options.tiny else results["machine"]["cards"]
-    names = options.parts.split(";") if options.parts else list(PARTS)
+    names = list(dict.fromkeys(options.parts.split(";") if options.parts else PARTS))
     results["parts"] = {name: {"not_run": "interrupted before it", "seconds": 0.0} for name in names}
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in SIGNALS:
+        signal.signal(number, interrupt)
+    is_whole = False
     with suppress(KeyboardInterrupt):
-        for name in names:
+        for index, name in enumerate(names):
             start = time.time()
             results["parts"][name] = {"not_run": "interrupted in it", "seconds": 0.0}
-            part = run_part(name, options)
-            results["parts"][name] = part | {"seconds": time.time() - start}
             write(results, options.out)
+            part = run_part(name, names[index + 1 :], options)
+            results["parts"][name] = part | {"seconds": time.time() - start}
             print(f"{name}: {verdict(part)}", flush=True)
+        is_whole = True
+    if not is_whole:
+        end_all()
+        forget_compiled(options.out)
     write(results, options.out)
-    print((options.out / "report.md").read_text())
-    return int(any(part.get("passed") is False for part in results["parts"].values()))
+    with suppress(OSError):  # a terminal that ended
+        print((options.out / "report.md").read_text(), flush=True)
+    failed = any(part.get("passed") is False or "error" in part for part in results["parts"].values())
+    return int(failed) if is_whole else 130
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ A part is a function of a `Scale` that returns a dictionary for the results: `pa
 torch is imported inside of the parts, since the command must be able to say that it is missing.
 """
 
+import json
 import math
 import os
 import shutil
@@ -17,6 +18,18 @@ from typing import Any
 from gpu_ranks import between_ranks, hang
 
 MEGA = 1 << 20
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Writes a file that is whole at every moment."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text)
+    new.replace(path)
+
+
+def keep(result: dict[str, Any]) -> None:
+    """Hands a part's result, or what there is of it, to the process that started the part."""
+    replace_file(Path(os.environ["GPU_OUT"]) / "part.json", json.dumps(result))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +48,8 @@ class Scale:
     """The widths and numbers of blocks that are tried for the largest model, in this order."""
 
 
-CARD = Scale("cuda", 2048, 26, 1024, 8, 8, 8192, ((4096, 32), (5120, 40), (6144, 56), (8192, 56)))
+LARGEST = ((2048, 26), (3072, 32), (4096, 32), (5120, 40), (6144, 56), (8192, 56))  # 1.3B to 45B parameters
+CARD = Scale("cuda", 2048, 26, 1024, 8, 8, 8192, LARGEST)
 TINY = Scale("cpu", 64, 2, 32, 2, 2, 256, ((64, 2), (128, 2)))
 
 
@@ -247,6 +261,7 @@ def timed(scale: Scale, make: Callable[[Any], Callable[[Any], Any]]) -> dict[str
         "peak_mib": peak,
         "first_step_s": first,
         "loss": float(loss),
+        "passed": math.isfinite(float(loss)),
     }
 
 
@@ -364,59 +379,76 @@ def fzero_contender(stage: int, how: str | None) -> Callable[[Scale], dict[str, 
 
 
 def largest(scale: Scale) -> dict[str, Any]:
-    """The largest of some models whose step runs with state and parameters in host memory."""
+    """The largest of some models whose step runs with state and parameters in host memory. Every model is kept as soon as it ran;
+    one that would take more than the time left, as the last one took per parameter, is named as not tried."""
+    import torch
+
+    rows: list[dict[str, Any]] = []
+    found = {"passed": False, "rows": rows}
+    seconds_per_param, until = 0.0, float(os.environ["GPU_UNTIL"])
+    for width, num_blocks in scale.largest:
+        row = {"width": width, "blocks": num_blocks, "parameters": 12 * num_blocks * width**2}
+        rows.append(row)
+        start = time.time()
+        if start + seconds_per_param * row["parameters"] > until:
+            row["not_run"] = "no time left"
+            break
+        try:
+            row |= trained_on_host(scale, width, num_blocks)
+        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+            row["error"] = str(error).splitlines()[0][:200]
+            break
+        found["passed"] = math.isfinite(row["loss"])
+        if scale.device == "cuda":
+            torch._C._host_emptyCache()  # PyTorch keeps pinned memory that is free
+        seconds_per_param = (time.time() - start) / row["parameters"]
+        keep(found)
+    return found
+
+
+def trained_on_host(scale: Scale, width: int, num_blocks: int) -> dict[str, Any]:
+    """Two steps of a model in stage 3 with state and parameters in host memory."""
     import torch
     from gpt import GPT, Size, first_values, make_batch
 
     import fzero
 
-    rows = []
-    for width, num_blocks in scale.largest:
-        size = Size(width, num_blocks, width // 128 or 1, scale.context, 1)
-        host = {"device": "cpu", "pin_memory": scale.device == "cuda"}
-        try:
-            with torch.device("meta"):
-                model = GPT(size)
-            cfg = config_of(size, 3, offload_optimizer=host, offload_param=host)
-            step = fzero.make_train_step(
-                model, cfg, checkpoint=1
-            )  # a model on meta trains on the card, if there is one
-            state = step.init(init_fn=first_values)
-            batch = tuple(x.to(scale.device) for x in make_batch(size, step=0, rank=0))
-            state, _ = step(state, batch)
-            start = time.perf_counter()
-            state, metrics = step(state, batch)
-            loss, seconds = float(metrics.loss), time.perf_counter() - start
-        except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
-            rows.append({"width": width, "blocks": num_blocks, "error": str(error).splitlines()[0][:200]})
-            break
-        num_params = sum(x.numel() for x in model.parameters())
-        rows.append({"width": width, "blocks": num_blocks, "parameters": num_params, "s": seconds, "loss": loss})
-        del state, step, model
-    return {"passed": any("loss" in row for row in rows), "rows": rows}
+    size = Size(width, num_blocks, width // 128 or 1, scale.context, 1)
+    host = {"device": "cpu", "pin_memory": scale.device == "cuda"}
+    with torch.device("meta"):
+        model = GPT(size)
+    cfg = config_of(size, 3, offload_optimizer=host, offload_param=host)
+    step = fzero.make_train_step(model, cfg, checkpoint=1)  # a model on meta trains on the card, if there is one
+    state = step.init(init_fn=first_values)
+    batch = tuple(x.to(scale.device) for x in make_batch(size, step=0, rank=0))
+    state, _ = step(state, batch)
+    start = time.perf_counter()
+    state, metrics = step(state, batch)
+    return {"loss": float(metrics.loss), "s": time.perf_counter() - start}
 
 
-LAWS: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
-    "stages": (stages, 90),
-    "offload": (offload, 60),
-    "checkpoint": (checkpoint, 40),
+Part = tuple[Callable[[Scale], dict[str, Any]], int]
+"""What runs, and the seconds that it may take on a card, whatever other parts take; a part gets what earlier ones leave, too."""
+LAWS: dict[str, Part] = {
+    "stages": (stages, 35),
+    "offload": (offload, 35),
+    "checkpoint": (checkpoint, 20),
 }
-SPEED: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
-    "plain, compiled": (plain_contender, 60),
-    "fzero, stage 0": (fzero_contender(0, None), 40),
-    "fzero, stage 0, block": (fzero_contender(0, "block"), 60),
-    "fzero, stage 3, block": (fzero_contender(3, "block"), 60),
-    "fzero, stage 3, step": (fzero_contender(3, "step"), 100),
-    "FSDP2, compiled": (fsdp2_contender, 60),
-    "DeepSpeed 2": (deepspeed_contender, 120),  # which compiles its kernels
-    "compiled": (compiled, 100),
-    "largest": (largest, 90),
+SPEED: dict[str, Part] = {
+    "plain, compiled": (plain_contender, 75),
+    "fzero, stage 0": (fzero_contender(0, None), 20),
+    "fzero, stage 0, block": (fzero_contender(0, "block"), 25),
+    "fzero, stage 3, block": (fzero_contender(3, "block"), 25),
+    "fzero, stage 3, step": (fzero_contender(3, "step"), 65),
+    "FSDP2, compiled": (fsdp2_contender, 25),
+    "DeepSpeed 2": (deepspeed_contender, 90),  # which compiles its kernels
 }
-RANKS: dict[str, tuple[Callable[[Scale], dict[str, Any]], int]] = {
-    "between ranks": (between_ranks, 60),
-    "hang": (hang, 80),
+REST: dict[str, Part] = {
+    "compiled": (compiled, 55),
+    "between ranks": (between_ranks, 25),
+    "hang": (hang, 45),
+    "largest": (largest, 45),
 }
-"""Parts that need two cards."""
-PARTS = LAWS | SPEED | RANKS
-TOTAL = 600
-"""Seconds for all parts; one that has no time left is named as not run."""
+PARTS = LAWS | SPEED | REST
+TOTAL = 590
+"""Seconds for all parts: ten minutes less what it takes to end."""

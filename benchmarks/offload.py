@@ -77,9 +77,9 @@ def num_blocks_of(args: argparse.Namespace) -> int:
 
 def timed(work: Callable[[], Any]) -> Contender:
     def run() -> dict[str, float]:
-        begin = time.perf_counter()
+        begin, own = time.perf_counter(), time.thread_time()
         work()
-        return {"update": time.perf_counter() - begin}
+        return {"update": time.perf_counter() - begin, "processor": time.thread_time() - own}
 
     return run
 
@@ -104,10 +104,16 @@ def step_of(
         times.append(time.perf_counter())
         round_ = step.backward(round_, loss)
         times.append(time.perf_counter())
+        own = time.thread_time()
         held[0], _ = step.update(round_)
+        processor = {"processor": time.thread_time() - own}
         times.append(time.perf_counter())
         parts = [after - before for before, after in pairwise(times)]
-        return dict(zip(("forward", "backward", "update"), parts, strict=True)) | {"step": times[-1] - times[0]}
+        return (
+            processor
+            | dict(zip(("forward", "backward", "update"), parts, strict=True))
+            | {"step": times[-1] - times[0]}
+        )
 
     run()
     return run
@@ -222,14 +228,17 @@ def report(rounds: Rounds, numel: int, console: Console) -> dict[str, Any]:
 
 
 def bars(rounds: Rounds, numel: int, dtype: str, console: Console) -> dict[str, float]:
-    """How the updates stand beside CPUAdam, fio and the kernel."""
+    """How the updates stand beside CPUAdam, fio and the kernel. Other load on the machine changes the processor time of a thread
+    less than the time that passes."""
 
-    def of(row: dict[str, dict[str, float]], name: str) -> float:
-        return row[f"{name} {dtype}"]["update"]
+    def of(row: dict[str, dict[str, float]], name: str, part: str = "update") -> float:
+        return row[f"{name} {dtype}"][part]
 
     found = {}
     if f"CPUAdam {dtype}" in rounds[0]:
-        found[f"host / CPUAdam {dtype}"] = median(rounds, lambda row: of(row, "host") / of(row, "CPUAdam"))
+        for part, how in (("update", ""), ("processor", ", processor time")):
+            ratio = lambda row, part=part: of(row, "host", part) / of(row, "CPUAdam", part)  # noqa: E731
+            found[f"host / CPUAdam {dtype}{how}"] = median(rounds, ratio)
     if f"fio {dtype}" in rounds[0]:
         floor = lambda row: max(of(row, "fio"), of(row, "kernel"))  # noqa: E731
         found[f"nvme / max(fio, kernel) {dtype}"] = median(rounds, lambda row: of(row, "nvme") / floor(row))

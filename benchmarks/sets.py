@@ -55,6 +55,7 @@ SETS = {
     "scale": FigureSet("scale.py", 240, is_usual=False),
     "nvme": FigureSet("nvme.py", 120, is_usual=False),
     "offload": FigureSet("offload.py --millions 32", 150, is_usual=False),
+    "offload1m": FigureSet("offload.py --millions 32 --block-numel 1048320", 150, is_usual=False),
     "alone57": FigureSet(
         "peers.py --alone --sizes large --contenders 'bare,bare + compile,fzero,fzero step'", 180, is_usual=False
     ),

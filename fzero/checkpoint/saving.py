@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -330,7 +330,7 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     before = files.whole_ones(path)
     num_updates = int(contents.numbers["state.step"])
     manifest = {
-        "fzero": version("fzero"),
+        "fzero": _version(),
         "torch": torch.__version__,
         "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
         "step": num_updates,
@@ -340,6 +340,13 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     }
     files.write_manifest(folder, manifest)
     return files.publish(folder, path, num_updates)
+
+
+def _version() -> str:
+    try:
+        return version("fzero")
+    except PackageNotFoundError:  # it runs from its source folder
+        return "not installed"
 
 
 def _started(

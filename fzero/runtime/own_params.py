@@ -101,9 +101,9 @@ class StandIn(nn.Parameter):
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Calls `func` with the state's tensors in place of the parameters of a bound module."""
     # While torch.compile traces, it inspects parameters. This is not part of the model's computation.
-    is_traced = torch._guards.TracingContext.try_get() is not None
-    if not is_traced and getattr(func, "__name__", "") != "__hash__":
-        args, kwargs = optree.tree_map(_present, (tuple(args), kwargs))
+    if torch._guards.TracingContext.try_get() is None and getattr(func, "__name__", "") != "__hash__":
+        args, values = optree.tree_map(_present, (tuple(args), tuple(kwargs.values())))  # no dict: 2.11 cannot trace it
+        kwargs = dict(zip(kwargs, values, strict=True))
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 

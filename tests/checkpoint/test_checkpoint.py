@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -302,6 +303,18 @@ def test_only_the_checkpoints_saved_last_are_kept_also_after_going_back(folder: 
     fzero.save(state, folder, step=step, keep=2)
     assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-2", "step-2-2"}
     assert fzero.load(folder / "step-2-2", step=step).path.name == "step-2-2"
+
+
+def test_fzero_that_is_not_installed_saves_and_loads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs from its source folder, as `make gpu` does with the Python of another machine."""
+    step, state = small()
+
+    def version(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("fzero.checkpoint.saving.version", version)
+    assert files.read_manifest(fzero.save(state, folder, step=step))["fzero"] == "not installed"
+    assert_same(fzero.load(folder, step=step).state, state)
 
 
 def limited(nbytes: int) -> Any:

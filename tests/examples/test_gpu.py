@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +16,20 @@ import pytest
 import torch
 from pretended_cuda import PretendedCuda
 
+from fzero.launch.reaper import marked
+
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.long
+long = pytest.mark.long
 
 
 def run(folder: Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, dict[str, Any]]]:
     command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--out", str(folder), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1000)
     return done, json.loads((folder / "results.json").read_text())["parts"]
 
 
+@long
 @pytest.mark.parametrize("name", ["stages", "offload", "checkpoint"])
 def test_its_laws_hold_on_the_pretended_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -44,6 +49,7 @@ def test_a_weight_that_is_no_number_fails_a_law(monkeypatch: pytest.MonkeyPatch)
     assert not laws.result()["passed"]
 
 
+@long
 def test_contenders_and_the_largest_model_run_on_the_processor(tmp_path: Path) -> None:
     names = ["plain, compiled", "fzero, stage 3, block", "FSDP2, compiled", "largest"]
     stale = tmp_path / "compiled" / "extensions" / "lock"  # of a compiler that was killed: later ones would wait for it
@@ -56,31 +62,76 @@ def test_contenders_and_the_largest_model_run_on_the_processor(tmp_path: Path) -
     assert "| FSDP2, compiled |" in (tmp_path / "report.md").read_text()
 
 
+@long
 def test_ranks_agree_and_name_one_that_stays_away(tmp_path: Path) -> None:
     done, parts = run(tmp_path, "--tiny", "--parts", "between ranks;hang")
     assert done.returncode == 0, done.stdout
-    assert len(parts["between ranks"]["laws"]) == 8 and "rank 1" in parts["hang"]["rows"][0]
+    assert len(parts["between ranks"]["laws"]) == 8 and "rank 1" in parts["hang"]["rows"][0]["report"]
 
 
-def test_an_interrupt_keeps_what_was_measured_and_names_the_rest(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "gpu.py"),
-        "--out",
-        str(tmp_path),
-        "--tiny",
-        "--parts",
-        "checkpoint;hang;largest",
-    ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+@long
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_keeps_what_was_measured_and_names_the_rest(number: signal.Signals, tmp_path: Path) -> None:
+    names = ["checkpoint", "hang", "largest"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--out", str(tmp_path), "--tiny"]
+    mark = f"GPU_OUT={tmp_path}".encode()
+    with subprocess.Popen([*command, "--parts", ";".join(names)], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None and running.stdout.readline() == "checkpoint: passed\n"
-        running.send_signal(signal.SIGINT)
+        until = time.time() + 100
+        while len(marked(mark)) < 4 and time.time() < until:  # the part, the launcher and two ranks
+            time.sleep(0.1)
+        assert len(marked(mark)) >= 4
+        for _ in range(2):  # the second one must not disturb what the first one began
+            running.send_signal(number)
+            time.sleep(0.1)
+        running.communicate()
+    assert running.returncode == 130 and not marked(mark) and not (tmp_path / "compiled").exists()
     parts = json.loads((tmp_path / "results.json").read_text())["parts"]
-    found = [parts[name].get("not_run") for name in ("checkpoint", "hang", "largest")]
+    found = [parts[name].get("not_run") for name in names]
     assert found == [None, "interrupted in it", "interrupted before it"]
-    assert "- **largest**: interrupted before it" in (tmp_path / "report.md").read_text()
+    assert "- **largest**: not run: interrupted before it" in (tmp_path / "report.md").read_text()
 
 
+@long
+def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("GPU_OUT", str(tmp_path))
+    monkeypatch.setenv("GPU_RUN", tmp_path.name)
+    gpu = importlib.import_module("gpu")
+    monkeypatch.setattr(gpu, "SECONDS_TINY", 4)
+    result = gpu.run_part("hang", [], argparse.Namespace(tiny=True, out=tmp_path, cards=2))
+    assert result == {"passed": False, "error": "took more than 4 s"}
+    assert not marked(f"GPU_OUT={tmp_path}".encode())
+
+
+def test_every_part_has_its_seconds_within_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    parts = importlib.import_module("gpu_parts")
+    assert sum(seconds for _, seconds in parts.PARTS.values()) <= parts.TOTAL < 600
+
+
+def test_the_largest_model_is_kept_before_the_next_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.setenv("GPU_OUT", str(tmp_path))
+    monkeypatch.setenv("GPU_UNTIL", str(time.time() + 3600))
+    parts = importlib.import_module("gpu_parts")
+
+    def train(_: Any, width: int, num_blocks: int) -> dict[str, Any]:
+        if width == 64:
+            return {"loss": 1.0, "s": 1.0}
+        kept = json.loads((tmp_path / "part.json").read_text())
+        assert kept["passed"] and [row["width"] for row in kept["rows"]] == [64]
+        raise MemoryError("full")
+
+    monkeypatch.setattr(parts, "trained_on_host", train)
+    rows = parts.largest(parts.TINY)["rows"]
+    assert [row.get("error") for row in rows] == [None, "full"]
+    monkeypatch.setenv("GPU_UNTIL", "0")
+    rows = parts.largest(parts.TINY)["rows"]
+    assert [row.get("not_run") for row in rows] == ["no time left"]
+
+
+@long
 def test_a_part_that_fails_ends_no_other_and_is_reported(tmp_path: Path) -> None:
     done, parts = run(tmp_path, "--tiny", "--parts", "DeepSpeed 3;checkpoint")
     assert done.returncode == 1
