@@ -808,6 +808,18 @@ def test_inductors_cache_tells_apart_what_the_passes_read() -> None:
     assert len({one.uuid() for one in found}) == len(found)
 
 
+def test_inductors_cache_tells_apart_numbers_of_threads() -> None:
+    """Kernels are written for one number: a rank that was given fewer threads would start too many."""
+    before, found = torch.get_num_threads(), set()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            found.add(InductorPass(PassOptions()).uuid())
+    finally:
+        torch.set_num_threads(before)
+    assert len(found) == 2
+
+
 @pytest.mark.parametrize("checkpoint", [None, 1])
 def test_another_run_finds_the_compiled_graph(
     checkpoint: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
