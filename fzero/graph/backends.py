@@ -125,11 +125,11 @@ class InductorPass(CustomGraphPass):
         pin_order(graph)
 
     def uuid(self) -> Any:
-        """The further key of Inductor's cache of compiled graphs: all on which the passes depend, and their own text.
+        """The further key of Inductor's cache of compiled graphs: all on which the passes depend, and the text of fzero.
 
         Its kernels are written for a number of threads, which its own key lacks before PyTorch 2.13.
         """
-        files = sorted(map(str, Path(__file__).parent.glob("*.py")))
+        files = sorted(map(str, Path(__file__).parents[1].rglob("*.py")))
         read = (self.options, self.units, self.checkpoint, self.axes, self.marks, torch.get_num_threads())
         return get_hash_for_files(tuple(files), repr(read))
 
