@@ -408,4 +408,6 @@ def bits_of(tensor: Tensor) -> Tensor:
     """A checksum of the tensor's values: the sum of its bits as integers, 0-d int64 on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     size = flat.element_size()
-    return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64)).sum().cpu()
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
+    # In pieces, because a sum on the CPU makes a copy of 64 bits for each element.
+    return torch.stack([piece.sum() for piece in bits.split(1 << 18)]).sum().cpu()
