@@ -409,5 +409,9 @@ def bits_of(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     size = flat.element_size()
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
-    # In pieces, because a sum on the CPU makes a copy of 64 bits for each element.
-    return torch.stack([piece.sum() for piece in bits.split(1 << 18)]).sum().cpu()
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    # In pieces and one buffer: a sum on the CPU would copy all of them to 64 bits, and fragment the heap.
+    wide = torch.empty(min(len(bits), 1 << 18), dtype=torch.int64, device=flat.device)
+    for piece in bits.split(1 << 18):
+        total += wide[: len(piece)].copy_(piece).sum()
+    return total.cpu()
