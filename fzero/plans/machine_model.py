@@ -31,10 +31,8 @@ class MachineModel:
             a CPU it computes for longer than it waits for memory. None means `memory`.
         update, update_fp32: bytes that an optimizer update on the device reads and writes, of parameters of 16 bits beside
             their master, and of others; None means `memory`.
-        operator: seconds of Python, dispatch and autograd for each operator of an eager step, beside its work. 0 on a GPU, which
-            meanwhile works on earlier ones.
-        overlap: whether transfers overlap compute, those of collectives in a step and those of memory in an operator; on a CPU
-            whose cores all compute, they do not.
+        operator: seconds of Python, dispatch and autograd for each operator; 0 on a GPU, which works on earlier ones meanwhile.
+        overlap: whether collectives overlap compute, and memory the products of an operator; on a busy CPU they do not.
     """
 
     flops: float = 1e14
@@ -58,9 +56,7 @@ class MachineModel:
         numbers = {name: value for name, value in asdict(self).items() if name != "overlap"}
         for name, value in numbers.items():
             if not isinstance(value, int | float | None):
-                refuse(
-                    f"MachineModel: {name}", "a number", value, "pass a rate per second (latency, operator: seconds)"
-                )
+                refuse(f"MachineModel: {name}", "a number", value, "pass a rate per second; of a time, seconds")
         for name in ("latency", "operator"):
             if (seconds := numbers.pop(name)) < 0:
                 raise ValueError(f"MachineModel: {name} must not be negative, got {seconds}; it is seconds")

@@ -163,8 +163,8 @@ class StateBuilder:
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = _from_rank_0(flat_P, world, buffer.key)
         param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        master = {buffer.key: self.cut(flat_P, buffer.master)} if buffer.has_master else {}
-        updated = self.updated(buffer, {buffer.key: param}, master, self.rank)
+        shard = self.plan.shard_of(self.rank)
+        updated = self.cut(flat_P, buffer.master) if buffer.has_master else updated_part(param, buffer, shard)
         make = functools.partial(self.updater.transform_of, buffer)
         return self.offload.init(buffer, files, param, updated, make)
 

@@ -407,11 +407,8 @@ def full_values(tensor: Tensor) -> Tensor:
 def bits_of(tensor: Tensor) -> Tensor:
     """A checksum of the tensor's values: the sum of its bits as integers, 0-d int64 on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    size = flat.element_size()
-    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(size, torch.int64))
-    total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    # In pieces and one buffer: a sum on the CPU would copy all of them to 64 bits, and fragment the heap.
-    wide = torch.empty(min(len(bits), 1 << 18), dtype=torch.int64, device=flat.device)
-    for piece in bits.split(1 << 18):
-        total += wide[: len(piece)].copy_(piece).sum()
-    return total.cpu()
+    bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+    # In pieces through one buffer: a sum on the CPU would copy all of them to 64 bits, and fragment the heap.
+    wide = torch.empty(min(bits.numel(), 1 << 18), dtype=torch.int64, device=flat.device)
+    sums = [wide[: len(piece)].copy_(piece).sum() for piece in torch.split(bits, 1 << 18)]
+    return torch.stack(sums).sum().cpu()
