@@ -22,11 +22,9 @@ class MachineModel:
         latency: fixed seconds per collective.
         host: bytes between host memory and the device; used by dry runs only, not for graphs.
         disk: bytes read from files and written to them; used by dry runs only.
-        processor: bytes that the CPU reads and writes when it updates offloaded state; used by dry runs only. The default is
-            an eighth of a node's memory bandwidth.
+        processor: bytes that the CPU reads and writes to update offloaded state, an eighth of a node's; used by dry runs only.
         flops_fp32: operations on numbers of more than 16 bits; None means `flops`.
-        attention, attention_fp32: operations of fused attention; None means `flops` and `flops_fp32`. (On a CPU fused attention
-            in 16 bits is far slower than matrix products are.)
+        attention, attention_fp32: operations of fused attention, slow in 16 bits on a CPU; None means `flops`, `flops_fp32`.
         pointwise, pointwise_fp32: bytes that a function of each element reads and writes, such as GELU, a norm or a softmax; on
             a CPU it computes for longer than it waits for memory. None means `memory`.
         update, update_fp32: bytes that an optimizer update on the device reads and writes, of parameters of 16 bits beside
@@ -85,5 +83,4 @@ class MachineModel:
             rate = (self.attention_fp32 if is_wide else self.attention) or rate
         elif kind == "pointwise":
             return nbytes / ((self.pointwise_fp32 if is_wide else self.pointwise) or self.memory)
-        compute, memory = flops / rate, nbytes / self.memory
-        return max(compute, memory) if self.overlap else compute + memory
+        return (max if self.overlap else sum)((flops / rate, nbytes / self.memory))

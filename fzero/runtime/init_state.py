@@ -163,10 +163,9 @@ class StateBuilder:
         flat_P = flatten({name: values[name].to(dtype) for name in buffer.layout.names}, buffer.layout)
         flat_P = _from_rank_0(flat_P, world, buffer.key)
         param = self.cut(flat_P.to(torch_dtype(buffer.dtypes.param)), buffer.params)
-        shard = self.plan.shard_of(self.rank)
-        updated = self.cut(flat_P, buffer.master) if buffer.has_master else updated_part(param, buffer, shard)
-        make = functools.partial(self.updater.transform_of, buffer)
-        return self.offload.init(buffer, files, param, updated, make)
+        master, shard = buffer.master if buffer.has_master else None, self.plan.shard_of(self.rank)
+        updated = updated_part(param, buffer, shard) if master is None else self.cut(flat_P, master)
+        return self.offload.init(buffer, files, param, updated, functools.partial(self.updater.transform_of, buffer))
 
     def cut(self, flat_P: Tensor, spec: TensorSpec) -> Tensor:
         """This rank's part of a flat buffer (P): its shard (S), or all of it where the spec is replicated."""

@@ -4,8 +4,7 @@ Code may hold a parameter outside `module._parameters`: in a list, a closure, a 
 (`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
 is gathered and trained like any other. The same holds for a tensor that shares a parameter's memory (`held_tensors`). Some uses
 cannot be intercepted in Python. They raise when the step is made (`check_tensors`: TorchScript modules, memory that two tensors
-share) or after the first backward (`OwnGrads`).
-The module must not change between the making of a state from it and the state's first use (`Origin`).
+share) or after the first backward (`OwnGrads`). The module must not change before the first use of its state (`Origin`).
 """
 
 from __future__ import annotations
@@ -408,7 +407,5 @@ def bits_of(tensor: Tensor) -> Tensor:
     """A checksum of the tensor's values: the sum of its bits as integers, 0-d int64 on the CPU."""
     flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-    # In pieces through one buffer: a sum on the CPU would copy all of them to 64 bits, and fragment the heap.
-    wide = torch.empty(min(bits.numel(), 1 << 18), dtype=torch.int64, device=flat.device)
-    sums = [wide[: len(piece)].copy_(piece).sum() for piece in torch.split(bits, 1 << 18)]
-    return torch.stack(sums).sum().cpu()
+    wide = torch.empty(min(bits.numel(), 1 << 18), dtype=torch.int64, device=bits.device)  # sums are of 64 bits
+    return torch.stack([wide[: len(x)].copy_(x).sum() for x in torch.split(bits, 1 << 18)]).sum().cpu()
