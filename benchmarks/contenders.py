@@ -1,6 +1,7 @@
 """The contenders: each makes a train step for one rank, and `run_rank` runs it in blocks when the driver says so.
 
-A step takes a batch and returns what it measured: its time in ms as `step` and its `loss`, or the floor's parts.
+A step takes a batch and returns what it measured: its time as `step` and that of the `processor`, in ms, and its `loss`;
+or the floor's parts.
 All train the same GPT from the same seed on the same batches, with the same AdamW and without clipping; in fp32, or in
 bf16 with an fp32 master in the way that each offers (DDP has none but `torch.autocast`). Each can be compiled, in the way
 that its documentation recommends.
@@ -30,9 +31,10 @@ ADAMW = {"lr": 1e-3, "weight_decay": 0.01}
 
 def timed(train: Callable[[Batch], Tensor]) -> Step:
     def step(batch: Batch) -> dict[str, float]:
-        start = time.perf_counter()
+        start, processor_start = time.perf_counter(), time.process_time()
         loss = train(batch).item()
-        return {"step": 1e3 * (time.perf_counter() - start), "loss": loss}
+        processor = 1e3 * (time.process_time() - processor_start)  # of all threads
+        return {"step": 1e3 * (time.perf_counter() - start), "processor": processor, "loss": loss}
 
     return step
 

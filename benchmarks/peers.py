@@ -10,9 +10,10 @@
 A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
 alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
 backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
-by their ratios to it. The efficiency is the bare model's forward and backward over the step. Writes a table,
-`results.json`, `peers.png` and the contenders' logs. Runs of
-some stages each are joined by `--join FOLDER FOLDER`. With --compile the peak is that of the steps after the warm-up.
+by their ratios to it. The efficiency is the bare model's forward and backward over the step; `processor ms` is the
+processor time of a rank's threads, which varies less than the time on a shared machine. Writes a table, `results.json`,
+`peers.png` and the contenders' logs. Runs of some stages each are joined by `--join FOLDER FOLDER`. With --compile the
+peak is that of the steps after the warm-up.
 """
 
 import argparse
@@ -120,6 +121,7 @@ class Row:
     contender: str
     median_ms: float | None = None
     iqr_ms: float | None = None
+    processor_ms: float | None = None
     to_fastest_peer: float | None = None
     to_floor: float | None = None
     efficiency: float | None = None
@@ -177,7 +179,9 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
             efficiency=medians[BARE] / median if BARE in medians else None,
         )
         if not row.is_bound:
-            row = dataclasses.replace(row, peak_mb=jobs[name].peak_mb, loss=jobs[name].measured[-1]["loss"])
+            processor_ms = statistics.median(step["processor"] for step in jobs[name].measured)
+            loss = jobs[name].measured[-1]["loss"]
+            row = dataclasses.replace(row, processor_ms=processor_ms, peak_mb=jobs[name].peak_mb, loss=loss)
         rows.append(row)
     order = [*jobs, BARE]
     return sorted(rows, key=lambda row: order.index(row.contender))
@@ -186,16 +190,17 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
 def make_table(size: str, rows: list[Row]) -> Table:
     """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
     table = Table(title=f"{size}: ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("stage", "contender", "ms", "IQR", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
+    for title in ("stage", "contender", "ms", "IQR", "processor ms", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
     for row, after in zip(rows, [*rows[1:], None]):
         style = "dim" if row.is_bound else ""
         if row.contender.startswith("fzero") and row.to_fastest_peer:
             met = row.to_fastest_peer <= GOAL[row.stage] and (row.to_floor or 0) <= FLOOR_GOAL
             style = "green" if met else "yellow" if row.to_fastest_peer <= 1 else "red"
-        cells = (row.median_ms, 0), (row.iqr_ms, 0), (row.to_fastest_peer, 3), (row.to_floor, 3), (row.efficiency, 3)
+        times = (row.median_ms, 0), (row.iqr_ms, 0), (row.processor_ms, 0)
+        ratios = (row.to_fastest_peer, 3), (row.to_floor, 3), (row.efficiency, 3)
         more = (row.peak_mb, 0), (row.loss, 5)
-        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*cells, *more)]
+        texts = ["–" if value is None else f"{value:.{digits}f}" for value, digits in (*times, *ratios, *more)]
         if row.error:
             texts[0], style = "failed", "red"
         last_of_stage = after is None or after.stage != row.stage

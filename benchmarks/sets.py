@@ -1,6 +1,7 @@
 """The sets of figures of docs/performance.md, one after the other, at the commit that is checked out.
 
     python benchmarks/sets.py                          # the usual ones, about half an hour, alone on the machine (`make figures`)
+    python benchmarks/sets.py --all                    # also those marked --only in the list
     python benchmarks/sets.py --only layouts,units     # some
     python benchmarks/sets.py --list                   # their commands, and the seconds that each may take
 
@@ -87,10 +88,12 @@ def run(name: str, out: Path) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", help=f"names, joined by commas, of: {', '.join(SETS)}")
+    parser.add_argument("--all", action="store_true", help="every set")
     parser.add_argument("--list", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("out/sets"))
     given = parser.parse_args()
-    names = given.only.split(",") if given.only else [name for name, one in SETS.items() if one.is_usual or given.list]
+    every = given.all or given.list
+    names = given.only.split(",") if given.only else [name for name, one in SETS.items() if one.is_usual or every]
     if unknown := set(names) - set(SETS):
         parser.error(f"--only: {', '.join(sorted(unknown))} is none of {', '.join(SETS)}")
     if given.list:
