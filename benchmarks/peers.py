@@ -10,7 +10,7 @@
 A contender is a job of two ranks with one thread each, so its peak resident memory is its own. The jobs of a stage are
 alive together and take turns of a few steps while the others sleep: they meet the same machine. The floor (forward and
 backward, the fastest collectives and the update, each measured alone) takes its turn in every stage, so stages compare
-by their ratios to it. The efficiency is the bare model's forward and backward over the step; `processor ms` is the
+by their ratios to it. The efficiency is the bare model's forward and backward over the step; `CPU ms` is the
 processor time of a rank's threads, which varies less than the time on a shared machine. Writes a table, `results.json`,
 `peers.png` and the contenders' logs. Runs of some stages each are joined by `--join FOLDER FOLDER`. With --compile the
 peak is that of the steps after the warm-up.
@@ -190,7 +190,7 @@ def make_rows(size: str, stage: int, jobs: dict[str, Job]) -> list[Row]:
 def make_table(size: str, rows: list[Row]) -> Table:
     """Of fzero's rows, green meets the goal, yellow is no slower than the fastest peer, red is slower."""
     table = Table(title=f"{size}: ranks of one thread, medians", box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("stage", "contender", "ms", "IQR", "processor ms", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
+    for title in ("stage", "contender", "ms", "IQR", "CPU ms", "/ peer", "/ floor", "efficiency", "peak MB", "loss"):
         table.add_column(title, no_wrap=True, justify="left" if title == "contender" else "right")
     for row, after in zip(rows, [*rows[1:], None]):
         style = "dim" if row.is_bound else ""
