@@ -25,12 +25,18 @@ ROOT = Path(__file__).parents[1]
 
 
 class FigureSet(NamedTuple):
-    """A command of a benchmark and its limit. `has_out`: it takes `--out`; `is_usual`: it runs without `--only`."""
+    """A command of a benchmark and its limit. `has_out`: it takes `--out`; `is_usual`: it runs without `--only`; `is_rank`:
+    with what `fzero run` sets for a rank, glibc's thresholds among it."""
 
     command: str
     seconds: int
     has_out: bool = True
     is_usual: bool = True
+    is_rank: bool = False
+
+    @property
+    def launcher(self) -> list[str]:
+        return ["-m", "fzero", "run", "--nproc_per_node", "1"] if self.is_rank else []
 
 
 LIBRARIES = "--contenders DDP,ZeroRedundancyOptimizer,FSDP2,DeepSpeed,fzero,floor"
@@ -46,7 +52,7 @@ SETS = {
     ),
     "alone": FigureSet("peers.py --alone --sizes small --contenders 'bare,bare + compile,fzero,fzero step'", 180),
     "units": FigureSet("units.py --rounds 2 --steps-per-round 5", 240),
-    "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False),
+    "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False, is_rank=True),
     "layouts": FigureSet("layouts.py --rounds 2", 240),
     "optimizers": FigureSet("optimizers.py --rounds 5", 60),
     "plans": FigureSet("plans.py time --models GPT,Llama --stages 0,3 --variants plain", 300),
@@ -67,7 +73,7 @@ def run(name: str, out: Path) -> dict[str, object]:
     """Runs one set; what came of it."""
     one, started = SETS[name], time.time()
     script, *arguments = shlex.split(one.command)
-    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
+    command = [sys.executable, *one.launcher, str(ROOT / "benchmarks" / script), *arguments]
     command += ["--out", str(out / name)] if one.has_out else []
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     ended = False
@@ -99,7 +105,8 @@ def main() -> int:
     if given.list:
         for name in names:
             where = "" if SETS[name].is_usual else "  (--only)"
-            print(f"{name:11} {SETS[name].seconds:4} s  python benchmarks/{SETS[name].command}{where}")
+            command = shlex.join(["python", *SETS[name].launcher, "benchmarks/"]) + SETS[name].command
+            print(f"{name:11} {SETS[name].seconds:4} s  {command}{where}")
         most = sum(SETS[name].seconds for name in names if SETS[name].is_usual or given.only)
         print(f"at most {most / 60:.0f} minutes{'' if given.only else ' without those marked --only'}")
         return 0

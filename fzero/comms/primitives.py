@@ -261,7 +261,8 @@ def all_reduce(x: Tensor, axis: Axis, *, label: Label | None = None) -> Tensor:
     label = label or collectives.REDUCE
     rows = x if x.dim() else x[None]
     numel = rows.shape[-1]
-    shard = reduce_scatter(pad(rows, (0, -numel % axis.size)), axis, label=label)
+    padding = -numel % axis.size
+    shard = reduce_scatter(pad(rows, (0, padding)) if padding else rows, axis, label=label)  # `pad` by nothing copies
     return all_gather(shard, axis, label=label)[..., :numel].reshape(x.shape)
 
 
