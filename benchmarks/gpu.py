@@ -148,8 +148,12 @@ def page(results: dict[str, Any]) -> str:
         lines.append(f"- **{name}**: {verdict(part)} ({checks}{part['seconds']:.0f} s)")
         failed = (row for row in part.get("laws", ()) if not row["passed"])
         lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
-        lines += [f"  - {', '.join(f'{key}: {value}' for key, value in row.items())}" for row in part.get("rows", ())]
+        lines += [f"  - {', '.join(f'{key}: {_short(x)}' for key, x in row.items())}" for row in part.get("rows", ())]
     return "\n".join([*lines, *speed_table(parts, {} if results["tiny"] else GOALS)]) + "\n"
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def speed_table(parts: dict[str, Any], goals: dict[str, float]) -> list[str]:

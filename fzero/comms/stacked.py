@@ -32,20 +32,16 @@ class VmapError(ValueError):
     """A model does something that `torch.vmap` cannot do for all ranks at once."""
 
 
-class _WithRanks(torch.autograd.Function):
-    """A function that has a rule of its own for the dimension of ranks, inside of `torch.vmap`."""
+class _InTurn(torch.autograd.Function):
+    """A function that writes into its arguments, run inside of `torch.vmap` for one rank after the other."""
 
     @staticmethod
-    def forward(*args: Any) -> Tensor:
+    def forward(anchor: Tensor, function: Callable[..., None], *tensors: Tensor) -> Tensor:
         raise AssertionError("the tensors have no dimension of ranks")
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
-
-
-class _InTurn(_WithRanks):
-    """A function that writes into its arguments, run for one rank after the other."""
 
     @staticmethod
     def vmap(
@@ -58,8 +54,16 @@ class _InTurn(_WithRanks):
         return anchor.new_empty(0), None
 
 
-class _Attention(_WithRanks):
+class _Attention(torch.autograd.Function):
     """Attention of all ranks in one call of the kernel; `torch.vmap` would call it for each rank, and copy."""
+
+    @staticmethod
+    def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        raise AssertionError("the tensors have no dimension of ranks")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
 
     @staticmethod
     def vmap(
@@ -75,20 +79,11 @@ class _Attention(_WithRanks):
         return out.view(size, -1, *out.shape[1:]), 0
 
 
-class _View(_WithRanks):
-    """Memory read as another dtype, for which `torch.vmap` has no rule before PyTorch 2.13."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[int | None, ...], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
-        assert in_dims[0] is not None
-        return x.movedim(in_dims[0], 0).contiguous().view(dtype), 0
-
-
 _attend = torch.nn.functional.scaled_dot_product_attention
 
 
-class _OwnRules(TorchFunctionMode):
-    """Inside, attention without a mask tensor and without dropout is `_Attention`, and `x.view(dtype)` is `_View`."""
+class _OneAttention(TorchFunctionMode):
+    """Inside, attention without a mask tensor and without dropout is `_Attention`."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -98,8 +93,6 @@ class _OwnRules(TorchFunctionMode):
         is_plain = len(args) == 3 and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
         if func is _attend and is_plain and all(x.dim() == 4 and is_batchedtensor(x) for x in args):
             return _Attention.apply(*args, options)  # type: ignore[no-untyped-call]
-        if func is Tensor.view and isinstance(args[-1], torch.dtype) and is_batchedtensor(args[0]):
-            return _View.apply(*args)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
@@ -192,7 +185,7 @@ class Stacked:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
             on_all = torch.vmap(one, in_dims=(0, 0, *in_dims), randomness="different")
-            with nullcontext() if torch.compiler.is_compiling() else _OwnRules():
+            with nullcontext() if torch.compiler.is_compiling() else _OneAttention():
                 tensors = iter(on_all(ranks, shards, *args))
             treespec, *leaves = others
             result: T = treespec.unflatten(next(tensors) if is_tensor else x for x, is_tensor in leaves)
