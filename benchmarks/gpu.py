@@ -13,6 +13,7 @@ import argparse
 import importlib.util
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -20,6 +21,7 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +29,7 @@ from gpu_parts import CARD, PARTS, PLAIN, TINY, TOTAL, keep, replace_file
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
 VERSIONS = {"torch": ("2.11", "2.12", "2.13"), "python": ("3.11", "3.12", "3.13")}
+PACKAGES = ("numpy", "optree", "einops", "pydantic", "triton", "deepspeed")
 GOALS = {PLAIN: 1.0, "DeepSpeed 2": 1.3}
 """How many times the tokens per second of a contender fzero should train."""
 ROOT = Path(__file__).parents[1]
@@ -39,18 +42,29 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 def machine() -> dict[str, Any]:
     """Where and with what the parts run, with names for a reader."""
-    from fzero.profiling.machine import devices, system, versions
+    import torch
 
     commit = ""
     with suppress(OSError):  # git is not installed
         command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
         commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": time.strftime("%Y-%m-%d"),
         "commit": commit or "unknown",
-        "cards": devices(),
-        "system": system(ROOT),
-        "versions": versions(),
+        "cards": [f"{card.name}, {card.total_memory / 2**30:.1f} GiB" for card in cards],
+        "system": {
+            "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": f"{memory / 2**30:.1f} GiB",
+            "CUDA": torch.version.cuda or "torch is built without CUDA",
+        },
+        "versions": versions,
     }
 
 

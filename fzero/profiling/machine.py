@@ -31,7 +31,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 
 PACKAGES = (
-    "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed", "triton",
+    "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
 )  # fmt: skip
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
@@ -293,41 +293,27 @@ def _checked(rates: MeasuredRates) -> MeasuredRates:
 
 def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineReport:
     """The report of `fzero env`; see `measure_rates`."""
-    return MachineReport(
-        versions=versions(),
-        system=system(path),
-        devices=devices(),
-        backends=backends(),
-        launchers=tuple(name for name in PROGRAMS if shutil.which(name)),
-        rates=measure_rates(path, num_ranks=num_ranks),
-    )
-
-
-def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that fzero uses, as far as they are installed."""
-    found = {"python": platform.python_version()}
+    versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def system(path: Path | str = ".") -> dict[str, str]:
-    """The operating system, cores, memory, the free disk at `path` and CUDA, in words."""
+            versions[name] = version(name)
+    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return {
+    system = {
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "memory": f"{memory / 2**30:.1f} GiB",
         "disk": f"{shutil.disk_usage(path).free / 2**30:.1f} GiB free in {Path(path).resolve()}",
         "CUDA": torch.version.cuda or "torch is built without CUDA",
     }
-
-
-def devices() -> tuple[str, ...]:
-    """The GPUs that PyTorch sees, with their memory."""
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return tuple(f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in properties)
+    return MachineReport(
+        versions=versions,
+        system=system,
+        devices=tuple(f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in properties),
+        backends=backends(),
+        launchers=tuple(name for name in PROGRAMS if shutil.which(name)),
+        rates=measure_rates(path, num_ranks=num_ranks),
+    )
 
 
 NAMES = {
