@@ -21,13 +21,18 @@ import sys
 import time
 import uuid
 from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_parts import CARD, PARTS, TINY, TOTAL, keep, replace_file
+from gpu_parts import CARD, PARTS, PLAIN, TINY, TOTAL, keep, replace_file
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
 VERSIONS = {"torch": ("2.11", "2.12", "2.13"), "python": ("3.11", "3.12", "3.13")}
+PACKAGES = ("numpy", "optree", "einops", "pydantic", "triton", "deepspeed")
+GOALS = {PLAIN: 1.0, "DeepSpeed 2": 1.3}
+"""How many times the tokens per second of a contender fzero should train."""
+ROOT = Path(__file__).parents[1]
 SECONDS_TINY = 900
 """Of each part with `--tiny`: a processor, which others may use, compiles for minutes."""
 
@@ -36,15 +41,30 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def machine() -> dict[str, Any]:
+    """Where and with what the parts run, with names for a reader."""
     import torch
 
-    card = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    commit = ""
+    with suppress(OSError):  # git is not installed
+        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    cards = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "card": card and f"{card.name}, {card.total_memory / 2**30:.0f} GiB",
-        "cards": torch.cuda.device_count(),
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
+        "commit": commit or "unknown",
+        "cards": [f"{card.name}, {card.total_memory / 2**30:.1f} GiB" for card in cards],
+        "system": {
+            "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+            "cores": len(os.sched_getaffinity(0)),
+            "memory": f"{memory / 2**30:.1f} GiB",
+            "CUDA": torch.version.cuda or "torch is built without CUDA",
+        },
+        "versions": versions,
     }
 
 
@@ -127,37 +147,73 @@ def verdict(part: dict[str, Any]) -> str:
 
 def page(results: dict[str, Any]) -> str:
     """The results as a page in Markdown."""
-    lines = [f"# fzero on {results['machine']['card'] or 'no card'}", ""]
-    lines += [", ".join(f"{key} {value}" for key, value in results["machine"].items()), ""]
-    others = [f"{key} {x}" for key, of in VERSIONS.items() for x in of if not results["machine"][key].startswith(x)]
-    lines += [f"Not run: the other versions that fzero supports ({', '.join(others)}).", ""]
-    speed = {name: part for name, part in results["parts"].items() if "tokens_per_second" in part}
-    for name, part in results["parts"].items():
-        if name not in speed or "error" in part:
-            lines.append(f"- **{name}**: {verdict(part)} ({part['seconds']:.0f} s)")
-            failed = (row for row in part.get("laws", ()) if not row["passed"])
-            lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
-            lines += [
-                f"  - {', '.join(f'{key} {value}' for key, value in row.items())}" for row in part.get("rows", ())
-            ]
+    found, parts = results["machine"], results["parts"]
+    versions = found["versions"]
+    others = [f"{key} {x}" for key, of in VERSIONS.items() for x in of if not versions[key].startswith(f"{x}.")]
+    lines = [f"# fzero on {'; '.join(found['cards']) or 'a processor'}", ""]
+    lines += [f"{found['date']}, commit {found['commit']}; {results['result']}.", ""]
+    if results["tiny"]:
+        lines += ["`--tiny`: small models on the processor. The speeds show that each part runs, and nothing else.", ""]
+    lines += [f"- {key}: {value}" for key, value in found["system"].items()]
+    lines += [f"- versions: {', '.join(f'{key} {value}' for key, value in versions.items())}"]
+    lines += [f"- not run: the other versions that fzero supports ({', '.join(others)})", "", "## Parts", ""]
+    for name, part in parts.items():
+        checks = f"{len(part['laws'])} checks, " if "laws" in part else ""
+        lines.append(f"- **{name}**: {verdict(part)} ({checks}{part['seconds']:.0f} s)")
+        failed = (row for row in part.get("laws", ()) if not row["passed"])
+        lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
+        lines += [f"  - {', '.join(f'{key}: {_short(x)}' for key, x in row.items())}" for row in part.get("rows", ())]
+    return "\n".join([*lines, *speed_table(parts, {} if results["tiny"] else GOALS)]) + "\n"
+
+
+def _short(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def speed_table(parts: dict[str, Any], goals: dict[str, float]) -> list[str]:
+    """The lines about the contenders that were measured, and how fzero stands to the `goals`."""
+    speed = {name: part for name, part in parts.items() if "tokens_per_second" in part}
     if not speed:
-        return "\n".join(lines) + "\n"
-    plain = speed.get("plain, compiled", {}).get("tokens_per_second")
-    names = ("tokens/s", "times plain", "model FLOP/s used", "peak MiB", "ms", "last loss")
-    lines += ["", f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+        return []
+    of = next(iter(speed.values()))
+    lines = ["", "## Speed", ""]
+    lines += [
+        f"A GPT of {of['parameters'] / 1e6:,.1f} M parameters in bf16 with AdamW on one device, {of['tokens']:,} tokens a step; "
+        f"the median of {of['num_steps']} steps after the one that compiles. `FLOP/s used`: those of the model (6 per parameter "
+        "and token, and causal attention), over the rate of one large bf16 matrix product in the same process. "
+        "`peak`: the most memory that tensors took on the card.",
+        "",
+    ]
+    names = (
+        "tokens/s",
+        "times plain",
+        "step, ms",
+        "FLOP/s used",
+        "product, TFLOP/s",
+        "peak, MiB",
+        "first step, s",
+        "last loss",
+    )
+    lines += [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
+    plain = speed.get(PLAIN, {}).get("tokens_per_second")
     for name, part in speed.items():
-        ratio = f"{part['tokens_per_second'] / plain:.2f}" if plain else ""
-        peak = "" if part["peak_mib"] is None else f"{part['peak_mib']:.0f}"
         cells = (
-            f"{part['tokens_per_second']:.0f}",
-            ratio,
-            f"{part['used']:.2f}",
-            peak,
+            f"{part['tokens_per_second']:,.0f}",
+            f"{part['tokens_per_second'] / plain:.2f}" if plain else "–",
             f"{part['ms']:.1f}",
+            f"{part['used']:.2f}",
+            f"{part['product_flops'] / 1e12:.3g}",
+            "–" if part["peak_mib"] is None else f"{part['peak_mib']:,.0f}",
+            f"{part['first_step_s']:.1f}",
             f"{part['loss']:.3f}",
         )
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    own = max((part["tokens_per_second"] for name, part in speed.items() if name.startswith("fzero")), default=None)
+    for name, goal in goals.items():
+        if own and name in speed:
+            ratio = own / speed[name]["tokens_per_second"]
+            lines += ["", f"The fastest of fzero over {name}: {ratio:.2f} (goal: at least {goal:.1f})."]
+    return lines
 
 
 def write(results: dict[str, Any], folder: Path) -> None:
@@ -182,8 +238,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     options.until = time.time() + (options.seconds or TOTAL)
-    root = Path(__file__).parents[1]
-    sys.path.insert(0, str(root))
+    sys.path.insert(0, str(ROOT))
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(f"gpu: {sys.executable} must have {', '.join(missing)}; pip install {' '.join(missing)}, or set PYTHON=")
@@ -191,28 +246,29 @@ def main() -> int:
     compiled = options.out.resolve() / "compiled"
     os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TORCH_EXTENSIONS_DIR": f"{compiled}/extensions"}
     os.environ["GPU_OUT"] = str(options.out.resolve())
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     if options.part:
         os.environ["GPU_UNTIL"] = str(options.until)
         keep(PARTS[options.part][0](TINY if options.tiny else CARD))
         return 0
     os.environ["GPU_RUN"] = uuid.uuid4().hex  # marks the processes that parts start
-    results: dict[str, Any] = {"machine": machine(), "parts": {}}
-    if not (results["machine"]["card"] or options.tiny):
+    results: dict[str, Any] = {"machine": machine(), "tiny": options.tiny, "parts": {}}
+    if not (results["machine"]["cards"] or options.tiny):
         print("gpu: this machine has no card that torch sees; --tiny runs all parts on the processor")
         return 2
     options.out.mkdir(parents=True, exist_ok=True)
     forget_compiled(options.out)
-    options.cards = 2 if options.tiny else results["machine"]["cards"]
+    options.cards = 2 if options.tiny else len(results["machine"]["cards"])
     names = list(dict.fromkeys(options.parts.split(";") if options.parts else PARTS))
     results["parts"] = {name: {"not_run": "interrupted before it", "seconds": 0.0} for name in names}
     for number in SIGNALS:
         signal.signal(number, interrupt)
-    is_whole = False
+    began, is_whole = time.time(), False
     with suppress(KeyboardInterrupt):
         for index, name in enumerate(names):
             start = time.time()
             results["parts"][name] = {"not_run": "interrupted in it", "seconds": 0.0}
+            results["result"] = f"not ended, {start - began:.0f} s so far"
             write(results, options.out)
             part = run_part(name, names[index + 1 :], options)
             results["parts"][name] = part | {"seconds": time.time() - start}
@@ -221,6 +277,7 @@ def main() -> int:
     if not is_whole:
         end_all()
         forget_compiled(options.out)
+    results["result"] = f"{'ended' if is_whole else 'interrupted'} after {time.time() - began:.0f} s"
     write(results, options.out)
     with suppress(OSError):  # a terminal that ended
         print((options.out / "report.md").read_text(), flush=True)

@@ -249,15 +249,18 @@ def timed(scale: Scale, make: Callable[[Any], Callable[[Any], Any]]) -> dict[str
         loss = step(batch)
         synchronize(scale.device)
         seconds.append(time.perf_counter() - start)
-    median, tokens = statistics.median(seconds), size.num_rows * size.context
+    median, tokens, rate = statistics.median(seconds), size.num_rows * size.context, rate_of_products(scale)
     num_params = 12 * size.num_blocks * size.width**2 + 2 * 256 * size.width
     operations = tokens * (6 * num_params + 6 * size.num_blocks * size.width * size.context)  # causal attention
     peak = torch.cuda.max_memory_allocated() / MEGA if scale.device == "cuda" else None
     return {
         "parameters": num_params,
+        "tokens": tokens,
+        "num_steps": len(seconds),
         "tokens_per_second": tokens / median,
         "ms": 1e3 * median,
-        "used": operations / median / rate_of_products(scale),
+        "used": operations / median / rate,
+        "product_flops": rate,
         "peak_mib": peak,
         "first_step_s": first,
         "loss": float(loss),
@@ -424,7 +427,7 @@ def trained_on_host(scale: Scale, width: int, num_blocks: int) -> dict[str, Any]
     state, _ = step(state, batch)
     start = time.perf_counter()
     state, metrics = step(state, batch)
-    return {"loss": float(metrics.loss), "s": time.perf_counter() - start}
+    return {"loss": float(metrics.loss), "step_s": time.perf_counter() - start}
 
 
 Part = tuple[Callable[[Scale], dict[str, Any]], int]
@@ -434,8 +437,9 @@ LAWS: dict[str, Part] = {
     "offload": (offload, 35),
     "checkpoint": (checkpoint, 20),
 }
+PLAIN = "plain, compiled"
 SPEED: dict[str, Part] = {
-    "plain, compiled": (plain_contender, 75),
+    PLAIN: (plain_contender, 75),
     "fzero, stage 0": (fzero_contender(0, None), 20),
     "fzero, stage 0, block": (fzero_contender(0, "block"), 25),
     "fzero, stage 3, block": (fzero_contender(3, "block"), 25),

@@ -9,11 +9,12 @@ Shape letters: N elements, B bytes that are sent.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from einops import rearrange
 from torch import Tensor
+from torch._C._functorch import is_batchedtensor
 
 from sharding.dtypes import itemsize
 from sharding.views import torch_dtype
@@ -41,11 +42,29 @@ class Codec(NamedTuple):
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory, read along the last dimension as another dtype."""
+    if is_batchedtensor(x):
+        return _Bits.apply(x, dtype)  # type: ignore[no-untyped-call, no-any-return]
     if not x.numel():
         return x.new_empty((*x.shape[:-1], 0), dtype=dtype)
     if dtype.itemsize > x.element_size():  # `x` or its rows may start at an address that the wider dtype does not allow
         return x.clone(memory_format=torch.contiguous_format).view(dtype)
     return x.contiguous().view(dtype)
+
+
+class _Bits(torch.autograd.Function):
+    """`_bits` inside of `torch.vmap`, which has no rule for it before PyTorch 2.13."""
+
+    @staticmethod
+    def forward(x: Tensor, dtype: torch.dtype) -> Tensor:
+        return _bits(x, dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int, None], x: Tensor, dtype: torch.dtype) -> tuple[Tensor, int]:
+        return _bits(x.movedim(in_dims[0], 0), dtype), 0
 
 
 def cast(dtype: str) -> Codec:

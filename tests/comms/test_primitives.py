@@ -300,6 +300,10 @@ def test_every_transform_of_a_primitive_is_right_on_the_axis_of_a_graph(ranks: R
     on_processes(ranks, world_size, [("called", transform) for transform in TRANSFORMS], is_traced=True)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.12" and torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="PyTorch 2.11 for CUDA ends a process without a card where a second thread enters FakeTensorMode",
+)
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_every_transform_of_a_primitive_is_right_or_refused_on_ranks_in_lockstep(world_size: int) -> None:
     hub = Hub(world_size)

@@ -104,6 +104,34 @@ def test_a_part_that_takes_too_long_is_ended(tmp_path: Path, monkeypatch: pytest
     assert not marked(f"GPU_OUT={tmp_path}".encode())
 
 
+def test_the_page_says_where_it_ran_with_what_and_what_the_figures_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    gpu = importlib.import_module("gpu")
+    speed = {"parameters": 1_300_000_000, "tokens": 8192, "num_steps": 14, "ms": 500.0, "used": 0.4, "loss": 5.5}
+    speed |= {"product_flops": 4e14, "peak_mib": 2048.0, "first_step_s": 60.0, "passed": True, "seconds": 70.0}
+    parts = {
+        gpu.PLAIN: speed | {"tokens_per_second": 10_000.0},
+        "fzero, stage 0": speed | {"tokens_per_second": 12_500.0},
+        "largest": {"not_run": "interrupted in it", "seconds": 0.0},
+    }
+    versions = {"python": "3.12.1", "torch": "2.13.0"}
+    machine = {"date": "2030-01-01", "commit": "abc", "cards": ["H100, 80.0 GiB"], "versions": versions}
+    results = {"machine": machine | {"system": {"cores": "16"}}, "tiny": False, "result": "interrupted after 160 s"}
+    page = gpu.page(results | {"parts": parts})
+    for said in (
+        "# fzero on H100, 80.0 GiB",
+        "2030-01-01, commit abc; interrupted after 160 s.",
+        "- cores: 16",
+        "(torch 2.11, torch 2.12, python 3.11, python 3.13)",
+        "- **largest**: not run: interrupted in it",
+        "1,300.0 M parameters",
+        "| fzero, stage 0 | 12,500 | 1.25 | 500.0 | 0.40 | 400 | 2,048 | 60.0 | 5.500 |",
+        "fastest of fzero over plain, compiled: 1.25 (goal: at least 1.0)",
+    ):
+        assert said in page, said
+    assert "goal" not in gpu.page(results | {"parts": parts, "tiny": True})
+
+
 def test_every_part_has_its_seconds_within_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     parts = importlib.import_module("gpu_parts")
@@ -118,7 +146,7 @@ def test_the_largest_model_is_kept_before_the_next_is_tried(tmp_path: Path, monk
 
     def train(_: Any, width: int, num_blocks: int) -> dict[str, Any]:
         if width == 64:
-            return {"loss": 1.0, "s": 1.0}
+            return {"loss": 1.0, "step_s": 1.0}
         kept = json.loads((tmp_path / "part.json").read_text())
         assert kept["passed"] and [row["width"] for row in kept["rows"]] == [64]
         raise MemoryError("full")
