@@ -5,8 +5,7 @@
     python benchmarks/plans.py time --models GPT,Llama --stages 0,3 --variants plain       three minutes
     python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files --out out/mine
 
-Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in host
-memory or in files.
+Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in host memory or files.
 
 Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by
 `fzero.estimation.compare_plans` with `device="cpu"`. Of four numbers for each case the plan is compared with what was

@@ -249,7 +249,7 @@ def on_rank(folder: str, measure: Callable[[ProcessAxis, torch.device], Any]) ->
 
 
 def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
-    """(bytes per second that this rank receives, seconds for one element), into memory that is kept, as a step's is. *Collective.*"""
+    """(bytes per second that this rank receives into memory that is kept, seconds for one element). *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
         shard, full, times = torch.ones(numel, device=device), torch.ones(numel * axis.size, device=device), []
