@@ -5,7 +5,7 @@
     python benchmarks/plans.py time --models GPT,Llama --stages 0,3 --variants plain       three minutes
     python benchmarks/plans.py memory --models GPT --stages 0,3 --variants plain,files --out out/mine
 
-Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in files.
+Variants: as it is, with activation checkpointing, with two micro-steps, and with the optimizer's state in host memory or files.
 
 Each case is a job of two ranks with one thread each, on gloo, in fresh processes, planned by
 `fzero.estimation.compare_plans` with `device="cpu"`. Of four numbers for each case the plan is compared with what was
@@ -132,9 +132,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "checkpointed": {"activation_checkpointing": {"every": 1}},
     "accumulated": {"gradient_accumulation_steps": 2},
+    "host": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
     "files": {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": "/tmp/fzero-plans"}}},
 }
-"""The keys that each variant sets. (Host memory is the device's on a CPU, so offload is to files.)"""
+"""The keys that each variant sets. (Host memory is the device's on a CPU: offload to it moves nothing.)"""
 
 
 def keys_of(name: str, stage: int, precision: str, variant: str, rows: int) -> dict[str, Any]:

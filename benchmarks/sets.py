@@ -58,6 +58,14 @@ SETS = {
     "plans": FigureSet("plans.py time --models GPT,Llama --stages 0,3 --variants plain", 300),
     "pipeline": FigureSet("pipeline.py --width 1536 --rounds 4", 150),
     "plans2": FigureSet("plans.py time --models BERT,convnet --stages 0,3 --variants plain", 300, is_usual=False),
+    "plans3": FigureSet(
+        "plans.py time --models GPT --dtypes bf16 --stages 2,3 --variants accumulated,host,files", 300, is_usual=False
+    ),
+    "activations": FigureSet(
+        "plans.py memory --models GPT --dtypes bf16 --stages 0,2,3 --variants accumulated,host,files",
+        300,
+        is_usual=False,
+    ),
     "units4": FigureSet("units.py --ranks 4 --units 25,100 --rounds 2 --steps-per-round 3", 120, is_usual=False),
     "scale": FigureSet("scale.py", 240, is_usual=False),
     "nvme": FigureSet("nvme.py", 120, is_usual=False),

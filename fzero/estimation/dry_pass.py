@@ -84,6 +84,7 @@ class DryPass:
         ledger = self.ledger
         if part.unit and part.kind != "boundary":
             ledger.label = f"{'forward' if self.scheduler.in_forward else 'backward'} of {part.unit}"
+            ledger.run_python("event")
         self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
         if part.unit and part.kind in ("fetch", "unpack"):
             self._compress(part.unit)
@@ -207,9 +208,10 @@ class DryPass:
         shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
         adds = flow.adds(is_first=self.is_first)
         end = ledger.send("reduce", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks)
+        is_one = plan.world_size == 2 and not hooks  # two ranks sum in one collective, which adds meanwhile
         for axis in flow.sums_over if self.is_last else ():
-            for through in (hooks, {}):
-                end = ledger.send("reduce", numel, (axis,), dtype, hooks=through, after=end)
+            for through in (hooks, {})[is_one:]:
+                end = ledger.send("reduce", numel * (1 + is_one), (axis,), dtype, hooks=through, after=end)
             numel //= plan.mesh.axis_size(axis)
         if not is_full:
             is_new = adds or flow.keep_dtype != dtype or not ledger.is_here(buffer.grads)
@@ -218,9 +220,9 @@ class DryPass:
             # Shards are received one by one, the first into the result buffer unless that holds a summand: in stage 1 this
             # rank's own, which the sum overwrites.
             is_summand = is_full or (flow.collects == "full" and flow.keep_dtype == dtype)
-            if not (is_full and plan.world_size == 2):  # gloo has one collective for two ranks
+            if not (is_full and is_one):
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
-            ledger.touch(shard * (plan.num_shards + 1))
+                ledger.touch(shard * (plan.num_shards + 1))
         ledger.add("arrivals", reduction.arriving)
         return end, adds
 

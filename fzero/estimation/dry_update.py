@@ -58,6 +58,7 @@ def _moved(buffer: FlatParamPlan, specs: list[TensorSpec]) -> int:
 
 def _here(ledger: MemoryLedger, buffer: FlatParamPlan) -> float:
     nbytes = buffer.flow.updated_numel * _moved(buffer, list(updated_specs(buffer, ledger.plan)))
+    ledger.run_python("update")
     ledger.touch(nbytes, f"update {buffer.key}", rate=_rate(ledger, buffer))
     return _join(ledger, buffer)
 
@@ -119,6 +120,7 @@ def _stream(ledger: MemoryLedger, buffers: Sequence[FlatParamPlan]) -> None:
             ends = [lanes.start(lane, f"fetch {following.label}", time) for lane, time in following.fetch.items()]
             fetched.append(max(ends, default=0.0))
         lanes.wait("update", fetched.popleft())
+        ledger.run_python("update")
         lanes.compute(f"update {group.label}", group.compute)
         for lane, time in group.put.items():
             lanes.start(lane, f"write_back {group.label}", time)

@@ -25,6 +25,11 @@ Device = Literal["cuda", "cpu"]
 """Where the model is. On the CPU, host memory is the device's memory, and returned buffers stay in a pool."""
 
 
+PYTHON = {"event": 5, "collective": 15, "update": 12}
+"""The Python of a step itself, as so many operators, for each event of a unit, collective, and update of a flat buffer: measured
+on a CPU, with small and large units, as the time of a step beyond its operators, transfers and updates."""
+
+
 class MemorySample(NamedTuple):
     """The bytes in use besides the model state from `seconds` on, by purpose."""
 
@@ -86,6 +91,10 @@ class MemoryLedger:
         """The device reads and writes `nbytes` of memory, at the rate of memory or at another one."""
         self.lanes.compute(label or self.label, nbytes / (rate or self.machine.memory))
 
+    def run_python(self, what: str) -> None:
+        """The time of Python for one of the kinds of `PYTHON`."""
+        self.lanes.compute(self.label, PYTHON[what] * self.machine.operator)
+
     def send(
         self, label: str, numel: int, axes: Sequence[str], dtype: str, *, hooks: Mapping[str, CommHook] = {},
         after: float = 0.0,
@@ -94,6 +103,7 @@ class MemoryLedger:
         for axis, message in zip(axes, messages(numel, map(self.plan.mesh.axis_size, axes)), strict=True):
             if not message.num_others:
                 continue
+            self.run_python("collective")
             nbytes = in_bytes(message.numel, dtype, hooks.get(axis)) * message.num_others
             seconds = self.machine.latency + nbytes / self.machine.network
             after = self.lanes.start("collective", label, seconds, after=after, nbytes=nbytes, axis=axis)

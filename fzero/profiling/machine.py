@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from fzero.comms import collectives, primitives
+from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
@@ -249,14 +249,14 @@ def on_rank(folder: str, measure: Callable[[ProcessAxis, torch.device], Any]) ->
 
 
 def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
-    """(bytes per second that this rank receives, seconds for one element). *Collective.*"""
+    """(bytes per second that this rank receives into memory that is kept, seconds for one element). *Collective.*"""
     seconds = []
     for numel in (NBYTES // 8, 1):
-        shard, times = torch.ones(numel, device=device), []
+        shard, full, times = torch.ones(numel, device=device), torch.ones(numel * axis.size, device=device), []
         for _ in range(12):
             collectives.stack(torch.zeros(1, device=device), axis)  # a barrier, so that all ranks start together
             began = time.perf_counter()
-            primitives.all_gather(shard, axis)
+            collectives.start_all_gather(shard, full, axis).wait()
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)

@@ -156,8 +156,7 @@ class Reductions:
 
     def _write(self, target: Tensor, grad: Tensor, mask: Tensor | None, *, adds: bool) -> None:
         """Writes a gradient times its factor and mask to its part of a flat gradient, or adds it."""
-        if grad.layout != torch.strided:
-            grad = grad.to_dense()
+        grad = grad if grad.layout == torch.strided else grad.to_dense()
         if mask is not None and grad.dtype == target.dtype and not adds:
             if mask.dtype == torch.bool and mask.shape == grad.shape:
                 # A product in memory of its own would be written and read once more.
@@ -173,9 +172,10 @@ class Reductions:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if adds and target.dtype == grad.dtype == torch.float32:
             target.add_(grad, alpha=self._grad_scale)
-        elif adds:  # in fp32, because the kernel rounds its factor to the tensors' dtype
+        elif adds:  # in fp32, as a kernel rounds its factor to the tensors' dtype; copies of pieces stay in the cache
             wide = torch.promote_types(target.dtype, torch.float32)
-            torch.add(target.to(wide), grad.to(wide), alpha=self._grad_scale, out=target)
+            for own, x in zip(*(whole.reshape(-1).split(1 << 16) for whole in (target, grad)), strict=True):  # type: ignore[no-untyped-call]
+                torch.add(own.to(wide), x.to(wide), alpha=self._grad_scale, out=own)
         elif self._grad_scale == 1:
             target.copy_(grad)
         else:  # scaling during the copy costs no extra read of the memory

@@ -32,6 +32,7 @@ from fzero.estimation.activation_trace import ActivationCounter, OperatorCost, t
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run
 from fzero.estimation.fitting import Limits
+from fzero.estimation.ledger import PYTHON
 from fzero.estimation.models import (
     VOCABULARY,
     ModelError,
@@ -429,6 +430,28 @@ def test_seconds_follow_the_rates() -> None:
     assert seconds(**slow | {"memory": 1e6}) > sum(work.nbytes for moment in moves for work in moment.work) / 1e6
     both = seconds(**slow | {"network": 1e6, "flops": 2 * trace.flops / sent * 1e6})
     assert sent / 1e6 < both < 1.5 * sent / 1e6, "half of it is computed, some of that beside what is sent"
+
+
+def test_two_ranks_sum_in_one_collective_which_adds_meanwhile() -> None:
+    rates: dict[str, Any] = {"flops": 1e30, "memory": 1e30, "network": 1e30, "latency": 1.0}
+    for world_size, num in ((2, 1), (4, 2)):  # more ranks reduce, and then gather
+        plan = fzero.plan(make(Uneven), config(0), world_size=world_size)
+        num_buffers = sum(buffer.trainable for buffer in plan.flat_buffers)
+        assert dry_run(plan, machine=MachineModel(**rates)).seconds == pytest.approx(num * num_buffers + 1)  # a norm
+        slow = MachineModel(**rates | {"memory": 1.0})
+        on_cpu, on_gpu = (dry_run(plan, machine=slow, device=device).seconds for device in ("cpu", "cuda"))
+        assert (on_cpu > on_gpu) == (world_size > 2), "on a CPU the sums of more ranks take memory's time"
+
+
+def test_a_step_takes_the_time_of_its_own_python_where_operators_take_some() -> None:
+    plan = fzero.plan(make(Uneven), config(3), world_size=2)
+    machine = MachineModel(flops=1e30, memory=1e30, network=1e30, latency=0, operator=1.0)
+    timeline = dry_run(plan, machine=machine).timeline
+    num_sent = sum(span.lane == "collective" for span in timeline.spans) - 1  # the norm's is none of a buffer
+    num_events = sum(kind != "boundary" for kind, *_ in parts_of(plan, None, machine))
+    num_updates = sum(buffer.trainable for buffer in plan.flat_buffers)
+    expected = PYTHON["event"] * num_events + PYTHON["collective"] * num_sent + PYTHON["update"] * num_updates
+    assert timeline.seconds == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_micro_steps", [1, 2])
