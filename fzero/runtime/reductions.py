@@ -172,9 +172,9 @@ class Reductions:
             grad = grad.to(torch.promote_types(target.dtype, grad.dtype))  # so that the product is rounded once
         if adds and target.dtype == grad.dtype == torch.float32:
             target.add_(grad, alpha=self._grad_scale)
-        elif adds:  # in fp32, as a kernel rounds its factor to the tensors' dtype; copies of pieces stay in the cache
-            wide = torch.promote_types(target.dtype, torch.float32)
-            for own, x in zip(*(whole.reshape(-1).split(1 << 16) for whole in (target, grad)), strict=True):  # type: ignore[no-untyped-call]
+        elif adds:  # in fp32, as a kernel rounds its factor to the tensors' dtype; a CPU copies pieces in its cache
+            wide, size = torch.promote_types(target.dtype, torch.float32), 1 << (16 if target.is_cpu else 62)
+            for own, x in zip(torch.split(target.view(-1), size), torch.split(grad.reshape(-1), size), strict=True):
                 torch.add(own.to(wide), x.to(wide), alpha=self._grad_scale, out=own)
         elif self._grad_scale == 1:
             target.copy_(grad)

@@ -66,6 +66,22 @@ def test_micro_batches_give_one_big_batch_to_rounding_and_stages_that_add_alike_
             assert all(torch.equal(result[1][name], first[1][name]) for name in first[1])
 
 
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_gradient_of_16_bits_is_added_with_one_rounding_however_large_it_is(stage: int) -> None:
+    torch.manual_seed(0)
+    model, rows = nn.Linear(301, 300, bias=False), torch.randn(8, 301).bfloat16()
+    cfg = config(stage) | {"train_batch_size": 8, "gradient_accumulation_steps": 2, "bf16": {"enabled": True}}
+    step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: model(x).square().mean())
+    weight = model.weight.detach().bfloat16().requires_grad_()
+    expected = torch.zeros(weight.numel())
+    for half in rows.chunk(2):
+        (grad,) = torch.autograd.grad(nn.functional.linear(half, weight).square().mean(), weight)
+        expected = (expected + grad.reshape(-1).float() / 2).bfloat16().float()
+    state, _ = step(step.init(), rows)
+    (collected,) = state.grads.values()
+    assert torch.equal(collected[: weight.numel()].float(), expected)
+
+
 @pytest.mark.parametrize("stage", range(4))
 def test_an_iterator_of_micro_batches_and_a_negotiated_schedule_give_the_same_bits(ranks: RankPool, stage: int) -> None:
     expected = ranks(2, _train, stage, 3)
