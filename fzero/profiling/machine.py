@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -116,15 +117,15 @@ class MachineReport:
     rates: MeasuredRates
 
 
-def best(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
-    """The seconds of the fastest of many calls, after one warm-up call."""
+def usual(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
+    """The median seconds of many calls, after one warm-up call: a plan is of the usual step."""
     work()
-    least, end = float("inf"), time.perf_counter() + seconds
+    times, end = list[float](), time.perf_counter() + seconds
     while time.perf_counter() < end:
         began = time.perf_counter()
         work()
-        least = min(least, time.perf_counter() - began)
-    return least
+        times.append(time.perf_counter() - began)
+    return statistics.median(times)
 
 
 def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> MeasuredRates:
@@ -162,7 +163,7 @@ def _rates_here(device: torch.device) -> MeasuredRates:
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
     return MeasuredRates(
-        host_copy=NBYTES / best(lambda: target.copy_(host)),
+        host_copy=NBYTES / usual(lambda: target.copy_(host)),
         device_copy=NBYTES / _on_gpu(host.cuda(), host.cuda()) if has_gpu else None,
         to_device=NBYTES / _on_gpu(host.pin_memory(), host.cuda()) if has_gpu else None,
         gather=None,
@@ -186,7 +187,7 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
         target.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
 
-    return best(copy)
+    return usual(copy)
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
@@ -260,7 +261,7 @@ def gather_rate(axis: ProcessAxis, device: torch.device) -> tuple[float, float]:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             times.append(time.perf_counter() - began)
-        seconds.append(min(times))
+        seconds.append(statistics.median(times))
     return (NBYTES // 8 * 4) * (axis.size - 1) / seconds[0], seconds[1]
 
 

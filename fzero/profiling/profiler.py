@@ -10,6 +10,7 @@ The model's gradients and buffers, and the random state, are as before.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -91,7 +92,7 @@ def profile(
 def matrix_rate(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, num_weights: int = 1, *, width: int = 1024
 ) -> float:
-    """Floating point operations per second that a matrix product reaches on this device; the best of a few.
+    """Floating point operations per second that a matrix product reaches on this device; the median of a few.
 
     `num_weights` matrices are multiplied in turn: of several, none is in the cache of a CPU.
     """
@@ -103,11 +104,11 @@ def matrix_rate(
         for weight in weights:
             torch.mm(a, weight)
 
-    return 2 * width**3 * num_weights / _fastest(multiply, device)
+    return 2 * width**3 * num_weights / _usual(multiply, device)
 
 
 def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Bytes per second that functions of each element read and write: GELU and layer norm, forward and backward; the best of
+    """Bytes per second that functions of each element read and write: GELU and layer norm, forward and backward; the median of
     a few."""
     device = torch.device(device)
     shape = (256, 2048) if device.type == "cpu" else (4096, 8192)
@@ -118,7 +119,7 @@ def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
             torch.autograd.grad(function(x), x, out)
 
     num_tensors = 2 * (2 + 3)  # a forward reads one and writes one, a backward reads two and writes one
-    return num_tensors * x.nbytes / _fastest(run, device)
+    return num_tensors * x.nbytes / _usual(run, device)
 
 
 NUM_OPERATORS = 15
@@ -131,7 +132,7 @@ def small_block() -> nn.Module:
 
 
 def operator_seconds() -> float:
-    """Seconds of Python, dispatch and autograd that an operator takes on the CPU, beside its work; the best of a few."""
+    """Seconds of Python, dispatch and autograd that an operator takes on the CPU, beside its work; the median of a few."""
     block, x = small_block(), torch.ones(1, 2, 8)
     params = list(block.parameters())
 
@@ -139,7 +140,7 @@ def operator_seconds() -> float:
         for _ in range(20):
             torch.autograd.grad((x + block(x)).sum(), params)
 
-    return _fastest(run, x.device) / (20 * NUM_OPERATORS)
+    return _usual(run, x.device) / (20 * NUM_OPERATORS)
 
 
 def update_rate(
@@ -153,22 +154,22 @@ def update_rate(
     transform = mixed_precision(adamw(1e-3), state_dtype="float32", out=None if is_wide else param)
     state = transform.init(master)
     nbytes = numel * (2 * 3 * 4 + grad.itemsize + (0 if is_wide else param.itemsize))
-    return nbytes / _fastest(lambda: transform.update(grad, master, state), device)
+    return nbytes / _usual(lambda: transform.update(grad, master, state), device)
 
 
-def _fastest(work: Callable[[], object], device: torch.device) -> float:
-    """The seconds of the fastest of a few calls."""
+def _usual(work: Callable[[], object], device: torch.device) -> float:
+    """The median seconds of a few calls, because a plan is of the usual step."""
     seconds = []
-    for _ in range(5):
+    for _ in range(8):
         clock = _Clock(device)
         work()
         clock.mark("work")
         seconds.append(clock.total)
-    return min(seconds[1:])
+    return statistics.median(seconds[1:])
 
 
 def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
-    """Floating point operations per second of fused causal attention, forward and backward; the best of a few.
+    """Floating point operations per second of fused causal attention, forward and backward; the median of a few.
 
     Sixteen heads of 64 features: 128 tokens, on a GPU 4096. All scores count, masked ones too, as in a trace.
     """
@@ -181,7 +182,7 @@ def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
         torch.autograd.grad(out, (q, k, v), out)
 
     products = 2 + 5  # of the forward and the backward, which computes the scores again
-    return products * 2 * 16 * length**2 * 64 / _fastest(attend, device)
+    return products * 2 * 16 * length**2 * 64 / _usual(attend, device)
 
 
 class _Clock:
