@@ -86,7 +86,7 @@ class NoDisk:
     def fetch(self, group: SubGroup) -> Callable[[], list[torch.Tensor]]:
         return lambda: [x[: group.numel] for x in self.tensors]
 
-    def put(self, group: SubGroup) -> Callable[[], object]:
+    def write_back(self, group: SubGroup) -> Callable[[], object]:
         return lambda: None
 
     def fence(self) -> None: ...

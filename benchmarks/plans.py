@@ -284,11 +284,13 @@ def run(args: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
         if variant == "files" and stage == 0:
             continue  # every rank would write all of it
         keys = keys_of(name, stage, precision, variant, rows)
-        write, read = disk_rates(Path("/tmp")) if args.what == "time" and variant == "files" else (None, None)
+        both = disk_rates(Path("/tmp")) if args.what == "time" and variant == "files" else ()
+        write, read = [rate / NUM_RANKS for rate in both] or (None, None)  # the ranks share the disk
         found, rates = measured(
             name, keys, num_steps, args.what, "process_time" if args.processor_time else "perf_counter"
         )
-        rate = replace(mean_rates(rates), disk_write=write, disk_read=read) if rates else None
+        rates = [replace(one, disk_write=write, disk_read=read) for one in rates]
+        rate = mean_rates(rates) if rates else None
         plan = planned(name, keys, rate.machine if rate else fzero.graph.MachineModel(), rows)
         of_plan = {"state": sum(plan.step.state.values()), "rest": plan.step.at_rest, "peak": plan.step.nbytes}
         of_plan = {what: nbytes + plan.step.host_pool for what, nbytes in of_plan.items()}  # 0 unless state is in files

@@ -25,20 +25,17 @@ ROOT = Path(__file__).parents[1]
 
 
 class FigureSet(NamedTuple):
-    """A command of a benchmark and its limit. `has_out`: it takes `--out`; `is_usual`: it runs without `--only`; `is_rank`:
-    with what `fzero run` sets for a rank, glibc's thresholds among it."""
+    """A command of a benchmark and its limit. `has_out`: it takes `--out`; `is_usual`: it runs without `--only`; `env`: what it
+    adds to the environment."""
 
     command: str
     seconds: int
     has_out: bool = True
     is_usual: bool = True
-    is_rank: bool = False
-
-    @property
-    def launcher(self) -> list[str]:
-        return ["-m", "fzero", "run", "--nproc_per_node", "1"] if self.is_rank else []
+    env: str = ""
 
 
+KEEPS = "MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TRIM_THRESHOLD_=2147483648"  # glibc keeps what a step frees
 LIBRARIES = "--contenders DDP,ZeroRedundancyOptimizer,FSDP2,DeepSpeed,fzero,floor"
 SETS = {
     "small01": FigureSet(f"peers.py --sizes small --stages 0,1 --rounds 4 {LIBRARIES}", 300),
@@ -52,7 +49,7 @@ SETS = {
     ),
     "alone": FigureSet("peers.py --alone --sizes small --contenders 'bare,bare + compile,fzero,fzero step'", 180),
     "units": FigureSet("units.py --rounds 2 --steps-per-round 5", 240),
-    "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False, is_rank=True),
+    "simulate": FigureSet("simulate.py --ranks 64 --stages 0 1 3", 120, has_out=False, env=KEEPS),
     "layouts": FigureSet("layouts.py --rounds 2", 240),
     "optimizers": FigureSet("optimizers.py --rounds 5", 60),
     "plans": FigureSet("plans.py time --models GPT,Llama --stages 0,3 --variants plain", 300),
@@ -81,9 +78,9 @@ def run(name: str, out: Path) -> dict[str, object]:
     """Runs one set; what came of it."""
     one, started = SETS[name], time.time()
     script, *arguments = shlex.split(one.command)
-    command = [sys.executable, *one.launcher, str(ROOT / "benchmarks" / script), *arguments]
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *arguments]
     command += ["--out", str(out / name)] if one.has_out else []
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | dict(x.split("=") for x in one.env.split())
     ended = False
     with (out / f"{name}.txt").open("w") as file:
         how = {"stdout": file, "stderr": subprocess.STDOUT, "start_new_session": True}  # ranks end with it
@@ -113,7 +110,7 @@ def main() -> int:
     if given.list:
         for name in names:
             where = "" if SETS[name].is_usual else "  (--only)"
-            command = shlex.join(["python", *SETS[name].launcher, "benchmarks/"]) + SETS[name].command
+            command = f"{SETS[name].env} python benchmarks/{SETS[name].command}".strip()
             print(f"{name:11} {SETS[name].seconds:4} s  {command}{where}")
         most = sum(SETS[name].seconds for name in names if SETS[name].is_usual or given.only)
         print(f"at most {most / 60:.0f} minutes{'' if given.only else ' without those marked --only'}")

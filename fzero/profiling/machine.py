@@ -1,6 +1,6 @@
 """`MachineReport` (`fzero env`): versions and devices of this machine, and its rates, measured in a few seconds.
 
-Each rate is the best of several repetitions: a ceiling, which other load on the machine only lowers. Gathers are measured
+Each rate is the median of several repetitions, because plans are of the usual step. Gathers are measured
 between two processes of this machine, over the axis that jobs use.
 """
 
@@ -29,6 +29,9 @@ from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
+from fzero.storage.file_store import FileStore
+from fzero.storage.file_tensor import FileSpec
+from fzero.storage.host_memory import Pool
 from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 
 PACKAGES = (
@@ -135,16 +138,17 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int
         path: a folder on the measured disk, with room for 256 MiB.
         gather: whether to start two processes that measure the gather.
         num_ranks: the number of processes that measure at the same time, like ranks of a job on this machine; the result is
-            the mean rate of one of them. With more than one, the gather is between all of them; the disk is measured first.
+            the mean rate of one of them. With more than one, the gather is between all of them, and each has its part of the
+            disk, which is measured first.
 
     Raises:
         OSError: the folder cannot be written to.
-        RuntimeError: ranks could not be started.
+        RuntimeError: ranks could not be started, or the disk is too small.
     """
     write, read = disk_rates(Path(path))
     if num_ranks > 1:
         rates = mean_rates([MeasuredRates(**rates) for rates in _run_ranks("rates_of_rank", num_ranks)])
-        return replace(rates, disk_write=write, disk_read=read)
+        return replace(rates, disk_write=write / num_ranks, disk_read=read / num_ranks)
     here, rate, latency = _rates_here(_device(1)), None, None
     if gather:
         with suppress(RuntimeError):  # the ranks could not be started
@@ -191,22 +195,19 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:
-    """Bytes per second written and read; the file is removed afterwards."""
-    block = os.urandom(1 << 22)  # random, so that no file system compresses it
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".fzero-env-") as file:
-        began = time.perf_counter()
-        for _ in range(DISK_NBYTES // len(block)):
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
-        written = time.perf_counter() - began
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        began = time.perf_counter()
-        with open(file.name, "rb", buffering=0) as again:
-            while again.read(len(block)):
-                pass
-        return DISK_NBYTES / written, DISK_NBYTES / (time.perf_counter() - began)
+    """Bytes per second written and read in the way of state in files; the files are removed afterwards."""
+    rates, numel, buffer = [], DISK_NBYTES // 4, Pool(1, DISK_NBYTES).take()
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside:
+        with FileStore(inside, {"rate": FileSpec(numel, "float32")}) as store:
+            for move in (store.write, store.read):
+                times = []
+                for _ in range(3):
+                    began = time.perf_counter()
+                    move("rate", 0, numel, buffer)()
+                    store.fence()
+                    times.append(time.perf_counter() - began)
+                rates.append(DISK_NBYTES / statistics.median(times))
+    return rates[0], rates[1]
 
 
 def rates_of_rank(axis: ProcessAxis, device: torch.device) -> MeasuredRates:
