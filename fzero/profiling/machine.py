@@ -29,10 +29,10 @@ from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
+from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec
 from fzero.storage.host_memory import Pool
-from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 
 PACKAGES = (
     "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
@@ -197,16 +197,18 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 def disk_rates(folder: Path) -> tuple[float, float]:
     """Bytes per second written and read in the way of state in files; the files are removed afterwards."""
     rates, numel, buffer = [], DISK_NBYTES // 4, Pool(1, DISK_NBYTES).take()
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside:
-        with FileStore(inside, {"rate": FileSpec(numel, "float32")}) as store:
-            for move in (store.write, store.read):
-                times = []
-                for _ in range(3):
-                    began = time.perf_counter()
-                    move("rate", 0, numel, buffer)()
-                    store.fence()
-                    times.append(time.perf_counter() - began)
-                rates.append(DISK_NBYTES / statistics.median(times))
+    with (
+        tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside,
+        FileStore(inside, {"rate": FileSpec(numel, "float32")}) as store,
+    ):
+        for move in (store.write, store.read):
+            times = []
+            for _ in range(3):
+                began = time.perf_counter()
+                move("rate", 0, numel, buffer)()
+                store.fence()
+                times.append(time.perf_counter() - began)
+            rates.append(DISK_NBYTES / statistics.median(times))
     return rates[0], rates[1]
 
 
