@@ -148,7 +148,7 @@ def draw(sweeps: dict[str, list[Found]]) -> Figure:
         axes.set(xscale="log", yscale="log", xlabel=varied, title=f"{varied} vary")
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("seconds of one core")
-    figure.axes[0].legend(fontsize="small", loc="lower right")
+    figure.axes[-1].legend(fontsize="small", loc="lower right")
     figure.suptitle("Layouts and plans: $10^{12}$ elements in $10^5$ parameters on 4096 ranks, one of them varied")
     return figure
 
