@@ -98,8 +98,9 @@ def run(name: str, out: Path) -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", help=f"names, joined by commas, of: {', '.join(SETS)}")
-    parser.add_argument("--all", action="store_true", help="every set")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--only", help=f"names, joined by commas, of: {', '.join(SETS)}")
+    which.add_argument("--all", action="store_true", help="every set")
     parser.add_argument("--list", action="store_true", help="print the commands")
     parser.add_argument("--out", type=Path, default=Path("out/sets"))
     given = parser.parse_args()
@@ -112,8 +113,8 @@ def main() -> int:
             where = "" if SETS[name].is_usual else "  (--only)"
             command = f"{SETS[name].env} python benchmarks/{SETS[name].command}".strip()
             print(f"{name:11} {SETS[name].seconds:4} s  {command}{where}")
-        most = sum(SETS[name].seconds for name in names if SETS[name].is_usual or given.only)
-        print(f"at most {most / 60:.0f} minutes{'' if given.only else ' without those marked --only'}")
+        most = sum(SETS[name].seconds for name in names if SETS[name].is_usual or given.only or given.all)
+        print(f"at most {most / 60:.0f} minutes{'' if given.only or given.all else ' without those marked --only'}")
         return 0
     given.out = given.out.resolve()
     given.out.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ class Codec(NamedTuple):
 
 def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The same memory, read along the last dimension as another dtype."""
-    if is_batchedtensor(x):
+    if torch.__version__ < "2.13" and is_batchedtensor(x):
         return _Bits.apply(x, dtype)  # type: ignore[no-untyped-call, no-any-return]
     if not x.numel():
         return x.new_empty((*x.shape[:-1], 0), dtype=dtype)

@@ -256,7 +256,8 @@ PRIMITIVES = {primitive.name: primitive for primitive in (all_gather, reduce_sca
 def all_reduce(x: Tensor, axis: Axis, *, label: Label | None = None) -> Tensor:
     """The sum over ranks, in rank order, of tensors of any shape: a reduce-scatter and an all-gather.
 
-    *Collective:* every rank of `axis`; each sends `2(W-1)/W` of the elements of `x`, whose last dimension is padded.
+    *Collective:* every rank of `axis`; each sends `2(W-1)/W` of the elements of `x`, whose last dimension is padded. On one rank
+    it is `x` itself.
     """
     label = label or collectives.REDUCE
     rows = x if x.dim() else x[None]

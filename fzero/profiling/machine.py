@@ -31,7 +31,7 @@ from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
 from fzero.storage.file_store import FileStore
-from fzero.storage.file_tensor import FileSpec
+from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.host_memory import Pool
 
 PACKAGES = (
@@ -135,15 +135,15 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int
     """Measures the rates of this machine, in about five seconds.
 
     Args:
-        path: a folder on the measured disk, with room for 256 MiB.
+        path: a folder on the measured disk, with room for 256 MiB there and in memory.
         gather: whether to start two processes that measure the gather.
         num_ranks: the number of processes that measure at the same time, like ranks of a job on this machine; the result is
             the mean rate of one of them. With more than one, the gather is between all of them, and each has its part of the
             disk, which is measured first.
 
     Raises:
-        OSError: the folder cannot be written to.
-        RuntimeError: ranks could not be started, or the disk is too small.
+        OSError: the folder cannot be written to, or the disk is too small.
+        RuntimeError: ranks could not be started.
     """
     write, read = disk_rates(Path(path))
     if num_ranks > 1:
@@ -197,18 +197,19 @@ def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 def disk_rates(folder: Path) -> tuple[float, float]:
     """Bytes per second written and read in the way of state in files; the files are removed afterwards."""
     rates, numel, buffer = [], DISK_NBYTES // 4, Pool(1, DISK_NBYTES).take()
-    with (
-        tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside,
-        FileStore(inside, {"rate": FileSpec(numel, "float32")}) as store,
-    ):
-        for move in (store.write, store.read):
-            times = []
-            for _ in range(3):
-                began = time.perf_counter()
-                move("rate", 0, numel, buffer)()
-                store.fence()
-                times.append(time.perf_counter() - began)
-            rates.append(DISK_NBYTES / statistics.median(times))
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".fzero-env-") as inside:
+        try:
+            with FileStore(inside, {"rate": FileSpec(numel, "float32")}) as store:
+                for move in (store.write, store.read):
+                    times = []
+                    for _ in range(3):
+                        began = time.perf_counter()
+                        move("rate", 0, numel, buffer)()
+                        store.fence()
+                        times.append(time.perf_counter() - began)
+                    rates.append(DISK_NBYTES / statistics.median(times))
+        except StoreError as error:
+            raise OSError(f"a file of {DISK_NBYTES >> 20} MiB must be written and read there, got: {error}") from error
     return rates[0], rates[1]
 
 

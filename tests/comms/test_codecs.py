@@ -107,3 +107,15 @@ def test_bad_codecs_are_refused() -> None:
         quantize(8, 7)
     with pytest.raises(ValueError, match=r"cast: dtype must be one of float64.* got 'int8'"):
         cast("int8")
+
+
+@pytest.mark.parametrize("codec", [cast("bfloat16"), quantize(4, 4)])
+def test_rows_of_vmap_are_coded_as_alone_also_compiled(codec: Codec) -> None:
+    def code(x: torch.Tensor) -> torch.Tensor:
+        return codec.decode(codec.encode(x), 5, torch.float32)
+
+    rows = torch.arange(15.0).view(3, 5)
+    alone, mapped = torch.stack([code(row) for row in rows]), torch.vmap(code)
+    assert torch.equal(mapped(rows), alone)
+    if torch.__version__ >= "2.13":  # before, Dynamo reaches the function that stands in for vmap's missing rule
+        assert torch.equal(torch.compile(mapped, backend="aot_eager")(rows), alone)

@@ -12,6 +12,7 @@ import torch
 from fzero.__main__ import main
 from fzero.common.text_tables import as_text
 from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, disk_rates, table, usual
+from fzero.storage.file_tensor import StoreError
 
 
 @pytest.mark.long
@@ -78,3 +79,11 @@ def test_the_disk_is_measured_where_it_was_asked_for(tmp_path: Path, monkeypatch
     assert min(disk_rates(tmp_path)) > 0
     with pytest.raises(OSError):
         disk_rates(tmp_path / "missing")
+
+    def full(*_: object) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr("fzero.profiling.machine.FileStore", full)
+    with pytest.raises(OSError, match="a file of 4 MiB must be written and read there, got: the disk is full"):
+        disk_rates(tmp_path)
+    assert not list(tmp_path.iterdir())
