@@ -208,7 +208,7 @@ class DryPass:
         shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
         adds = flow.adds(is_first=self.is_first)
         end = ledger.send("reduce", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks)
-        is_one = plan.world_size == 2 and not hooks  # two ranks sum in one collective, which adds meanwhile
+        is_one = plan.world_size == 2 and not hooks  # collective of two ranks for both halves, which adds meanwhile
         for axis in flow.sums_over if self.is_last else ():
             for through in (hooks, {})[is_one:]:
                 end = ledger.send("reduce", numel * (1 + is_one), (axis,), dtype, hooks=through, after=end)

@@ -29,7 +29,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
 from fzero.plans.machine_model import MachineModel
-from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate
+from fzero.profiling.profiler import attention_rate, matrix_rate, operator_seconds, pointwise_rate, update_rate, usual
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.host_memory import Pool
@@ -39,7 +39,7 @@ PACKAGES = (
 )  # fmt: skip
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
 NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
-SECONDS = 0.3  # per rate
+NUM_COPIES = 40  # some 0.3 seconds
 NUM_WEIGHTS = 8  # matrices that are multiplied in turn: a step's weights are not in the cache either
 
 
@@ -120,17 +120,6 @@ class MachineReport:
     rates: MeasuredRates
 
 
-def usual(work: Callable[[], object], *, seconds: float = SECONDS) -> float:
-    """The median seconds of many calls, after one warm-up call: a plan is of the usual step."""
-    work()
-    times, end = list[float](), time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> MeasuredRates:
     """Measures the rates of this machine, in about five seconds.
 
@@ -167,7 +156,7 @@ def _rates_here(device: torch.device) -> MeasuredRates:
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
     return MeasuredRates(
-        host_copy=NBYTES / usual(lambda: target.copy_(host)),
+        host_copy=NBYTES / usual(lambda: target.copy_(host), host.device, num_calls=NUM_COPIES),
         device_copy=NBYTES / _on_gpu(host.cuda(), host.cuda()) if has_gpu else None,
         to_device=NBYTES / _on_gpu(host.pin_memory(), host.cuda()) if has_gpu else None,
         gather=None,
@@ -187,11 +176,7 @@ def _rates_here(device: torch.device) -> MeasuredRates:
 
 
 def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
-    def copy() -> None:
-        target.copy_(source, non_blocking=True)
-        torch.cuda.synchronize()
-
-    return usual(copy)
+    return usual(lambda: target.copy_(source, non_blocking=True), target.device, num_calls=NUM_COPIES)
 
 
 def disk_rates(folder: Path) -> tuple[float, float]:

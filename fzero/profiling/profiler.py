@@ -104,7 +104,7 @@ def matrix_rate(
         for weight in weights:
             torch.mm(a, weight)
 
-    return 2 * width**3 * num_weights / _usual(multiply, device)
+    return 2 * width**3 * num_weights / usual(multiply, device)
 
 
 def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:
@@ -119,7 +119,7 @@ def pointwise_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
             torch.autograd.grad(function(x), x, out)
 
     num_tensors = 2 * (2 + 3)  # a forward reads one and writes one, a backward reads two and writes one
-    return num_tensors * x.nbytes / _usual(run, device)
+    return num_tensors * x.nbytes / usual(run, device)
 
 
 NUM_OPERATORS = 15
@@ -140,7 +140,7 @@ def operator_seconds() -> float:
         for _ in range(20):
             torch.autograd.grad((x + block(x)).sum(), params)
 
-    return _usual(run, x.device) / (20 * NUM_OPERATORS)
+    return usual(run, x.device) / (20 * NUM_OPERATORS)
 
 
 def update_rate(
@@ -154,13 +154,13 @@ def update_rate(
     transform = mixed_precision(adamw(1e-3), state_dtype="float32", out=None if is_wide else param)
     state = transform.init(master)
     nbytes = numel * (2 * 3 * 4 + grad.itemsize + (0 if is_wide else param.itemsize))
-    return nbytes / _usual(lambda: transform.update(grad, master, state), device)
+    return nbytes / usual(lambda: transform.update(grad, master, state), device)
 
 
-def _usual(work: Callable[[], object], device: torch.device) -> float:
-    """The median seconds of a few calls, because a plan is of the usual step."""
+def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 7) -> float:
+    """The median seconds of some calls, after one warm-up call: a plan is of the usual step."""
     seconds = []
-    for _ in range(8):
+    for _ in range(1 + num_calls):
         clock = _Clock(device)
         work()
         clock.mark("work")
@@ -182,7 +182,7 @@ def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
         torch.autograd.grad(out, (q, k, v), out)
 
     products = 2 + 5  # of the forward and the backward, which computes the scores again
-    return products * 2 * 16 * length**2 * 64 / _usual(attend, device)
+    return products * 2 * 16 * length**2 * 64 / usual(attend, device)
 
 
 class _Clock:
