@@ -32,12 +32,12 @@ from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
+from fzero.model.own_params import Origin
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.outcome import check_outcome
-from fzero.runtime.own_params import Origin
 from fzero.runtime.step_spec import StepSpec
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep

@@ -31,11 +31,11 @@ from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
-from fzero.runtime import parts
+from fzero.runtime import phases
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
-from fzero.runtime.parts import AccumulationWindow
+from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind, noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
+    from fzero.model.checkpointing import Choice
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
     from fzero.plans.placements import GivenPlacements
-    from fzero.runtime.activation_checkpointing import Choice
 
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", bound="TrainStep")
@@ -237,7 +237,7 @@ class TrainStep:
     @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
-        is_eager = self.runtime.runs is parts.forward_backward or self.runtime.stages is not None
+        is_eager = self.runtime.runs is phases.forward_backward or self.runtime.stages is not None
         return None if is_eager else cast("GraphProgram", self.runtime.runs)
 
     @property
@@ -268,11 +268,11 @@ class TrainStep:
             CollectiveError: another rank died or did not call.
         """
         run = self.runtime
-        state, micro_batches = parts.check(run, state, batch)
+        state, micro_batches = phases.check(run, state, batch)
         collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
         with profiler_range("update"):
-            finished = parts.finish_step(run, collected)
-            state = parts.update(run, collected, finished)
+            finished = phases.finish_step(run, collected)
+            state = phases.update(run, collected, finished)
             return next_state(run.rules, collected, state, finished.outcome)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
@@ -290,7 +290,7 @@ class TrainStep:
                 `step(state, batch)` does. Then change gradients only in ways that PyTorch's version counter sees: in place, but
                 not through `.data`, a collective, NumPy or DLPack.
         """
-        return parts.begin(self.runtime, state, measures_early=measures_early)
+        return phases.begin(self.runtime, state, measures_early=measures_early)
 
     def forward(
         self, window: AccumulationWindow, function: Callable[[], T], *, run: str = "train", still: frozenset[str] = frozenset()
@@ -309,7 +309,7 @@ class TrainStep:
             still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all its
                 parameters are listed in `still` in all forwards of a window.
         """
-        return parts.forward(self.runtime, window, function, kind=run, still=still)
+        return phases.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
         self, window: AccumulationWindow, loss: Tensor, *, weight: Tensor | None = None, num_parts: int = 1,
@@ -329,7 +329,7 @@ class TrainStep:
             keeps: whether the graph is kept, for another backward.
         """
         how: dict[str, Any] = {"weight": weight, "num_parts": num_parts, "is_last": is_last, "keeps": keeps}
-        return parts.backward(self.runtime, window, loss, **how)
+        return phases.backward(self.runtime, window, loss, **how)
 
     def passing(self, window: AccumulationWindow, loss: Tensor, *, keeps: bool = False) -> AbstractContextManager[None]:
         """A context in which a backward of another step may run through forwards of this one (a generator's loss, through its
@@ -337,19 +337,19 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return parts.passing(self.runtime, window, loss, keeps=keeps)
+        return phases.passing(self.runtime, window, loss, keeps=keeps)
 
     def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
         """Ends a window: clips its gradients, skips an overflow, and updates. Raises the errors of `__call__`.
 
         *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
         """
-        parts.check_window(window)
+        phases.check_window(window)
         run = self.runtime
         with profiler_range("update"):
-            collected = parts.collect(run, window)
-            finished = parts.finish_step(run, collected)
-            state = parts.update(run, collected, finished)
+            collected = phases.collect(run, window)
+            finished = phases.finish_step(run, collected)
+            state = phases.update(run, collected, finished)
             return next_state(run.rules, collected, state, finished.outcome)
 
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:
@@ -402,7 +402,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return parts.evaluate(self.runtime, state, batch, self.program)
+        return phases.evaluate(self.runtime, state, batch, self.program)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
@@ -412,7 +412,7 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return parts.inspect(self.runtime, state, function, run)
+        return phases.inspect(self.runtime, state, function, run)
 
     def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
@@ -422,7 +422,7 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        return parts.first_overflow(self.runtime, state)
+        return phases.first_overflow(self.runtime, state)
 
     def following(
         self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None = None
@@ -490,7 +490,7 @@ def _with_program(run: StepRuntime) -> StepRuntime:
         num_lengths = len(run.recipe.drop.lengths) if run.recipe.drop is not None else 0
         blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
         run = replace(run, blocks=blocks)
-    return replace(run, runs=parts.forward_backward)
+    return replace(run, runs=phases.forward_backward)
 
 
 def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:

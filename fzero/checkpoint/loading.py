@@ -21,16 +21,16 @@ from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_no_inference, check_path
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
+from fzero.model.trainability import listed
 from fzero.plans.plan import Plan
 from fzero.resharding.new_state import begin_anew, blank, by_name, chosen_numbers, narrow, rescale
 from fzero.resharding.place import place
 from fzero.resharding.reshard import AnyStep
-from fzero.runtime.file_agreement import agree
-from fzero.runtime.trainability import listed
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.storage.file_agreement import agree
 from fzero.storage.state_files import StateFiles as Scratch
 
 if TYPE_CHECKING:

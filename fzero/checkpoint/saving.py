@@ -32,7 +32,7 @@ from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.resharding.new_state import by_name, numbers_of
 from fzero.resharding.reshard import AnyStep

@@ -28,7 +28,7 @@ from fzero.checkpoint.loading import Source, placed, read_into
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.common.arguments import check_path
 from fzero.comms import collectives
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.compression.plan import is_added
 from fzero.resharding.new_state import blank

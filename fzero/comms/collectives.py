@@ -26,9 +26,9 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import CollectiveError, LockstepAxis, ProcessAxis, RankAxis
-from fzero.comms.failures import Explained
+from fzero.comms.hangs.failures import Explained
+from fzero.comms.hangs.progress import HERE
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
-from fzero.comms.progress import HERE
 from fzero.comms.records import CommRecord, Label
 
 GATHER, REDUCE, OTHER = Label("gather"), Label("reduce"), Label("other")

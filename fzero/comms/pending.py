@@ -17,8 +17,8 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
-from fzero.comms.failures import Explained
-from fzero.comms.progress import HERE
+from fzero.comms.hangs.failures import Explained
+from fzero.comms.hangs.progress import HERE
 from fzero.comms.records import Label
 
 if TYPE_CHECKING:

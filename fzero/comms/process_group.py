@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import AbstractAxis, LockstepAxis, ProcessAxis, RankAxis
-from fzero.comms.failures import Explained, drop_probes, end_watch, keep_watch, timeout_of, timeout_of_group
+from fzero.comms.hangs.failures import Explained, drop_probes, end_watch, keep_watch, timeout_of, timeout_of_group
 from fzero.comms.pending import drop_abandoned, has_abandoned
 from fzero.comms.rendezvous import launched
 from sharding import Mesh

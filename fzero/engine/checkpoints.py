@@ -23,7 +23,7 @@ from fzero.checkpoint.weights import load_weights, save_16bit_model
 from fzero.common.arguments import check_kind, check_path, refuse
 from fzero.common.safe_files import create
 from fzero.comms import collectives
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.engine.accessors import Accessors
 from fzero.engine.client_optimizers import plain_values

@@ -19,7 +19,7 @@ from torch import nn
 
 from fzero.config.config import ConfigError
 from fzero.engine.divided_params import CONSTRUCTORS, DividedParameter, Rules, divide, gathered, hide, show
-from fzero.runtime.tensor_uses import SHAPES, called, needs_values
+from fzero.model.tensor_uses import SHAPES, called, needs_values
 
 
 class _Constructor:

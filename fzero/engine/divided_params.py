@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.engine.divided import Divided
 from fzero.engine.param_status import mark
 from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, engine_of
+from fzero.model.tensor_uses import called, needs_values
 from fzero.runtime.step_spec import check_same
-from fzero.runtime.tensor_uses import called, needs_values
 
 _LEAVING = Label("other", "at the end of GatheredParameters")
 _NUMBERS = count()

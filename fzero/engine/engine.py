@@ -36,7 +36,7 @@ from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
-from fzero.runtime.parts import going_back, scaled_loss
+from fzero.runtime.phases import going_back, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
 

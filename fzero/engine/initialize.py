@@ -31,11 +31,11 @@ from fzero.engine.divided_params import check_not_foreign, moved, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
+from fzero.model.checkpointing import Choice
+from fzero.model.trainability import listed
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
-from fzero.runtime.activation_checkpointing import Choice
 from fzero.runtime.step_spec import StepSpec, bind
-from fzero.runtime.trainability import listed
 from fzero.step import TrainStep
 from sharding import Mesh
 

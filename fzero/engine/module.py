@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fzero.common.arguments import check_kind
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.data.token_dropping import dropping_of
 from fzero.engine.accessors import Accessors
 from fzero.engine.param_views import ENGINES, LiveParams
+from fzero.model.trainability import Flags, listed
 from fzero.plans.plan import starts_of
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.resharding.reshard import reshard
 from fzero.runtime.step_spec import StepSpec
-from fzero.runtime.trainability import Flags, listed
 from fzero.state import TrainState
 from fzero.step import AccumulationWindow, TrainStep
 

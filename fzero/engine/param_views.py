@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.engine.param_status import mark, unmark
+from fzero.model.errors import not_trained
+from fzero.model.own_params import is_bound, with_present
+from fzero.model.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
 from fzero.plans.plan import Plan
-from fzero.runtime.own_params import is_bound, with_present
-from fzero.runtime.parameter_errors import not_trained
-from fzero.runtime.tensor_uses import ALLOWED, SHAPES, called, is_plain, needs_values
 from sharding import Sharded
 from sharding.views import unflatten
 

@@ -14,9 +14,9 @@ from fzero.config.config import Config
 from fzero.estimation.activation_trace import faked
 from fzero.estimation.dry_run import DryRun
 from fzero.estimation.models import PlainGPT
+from fzero.model.binding import bound
+from fzero.model.changes import attributes_kept
 from fzero.plans.plan import Plan
-from fzero.runtime.module_binding import bound
-from fzero.runtime.module_changes import attributes_kept
 from sharding.views import torch_dtype
 
 

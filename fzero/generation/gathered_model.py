@@ -9,11 +9,11 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.generation.lora import fuse_lora, merged
+from fzero.model.binding import bound
 from fzero.runtime.model_contexts import quantizing, seen_params
-from fzero.runtime.module_binding import bound
-from fzero.runtime.parts import inspecting
+from fzero.runtime.phases import inspecting
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fzero.runtime.module_binding import bound
+from fzero.model.binding import bound
 
 CHAT = ("lora_left_weight", "lora_right_weight", "lora_scaling", "fuse_lora")
 PEFT = ("merge", "merged_adapters", "get_base_layer", "active_adapters", "disable_adapters")

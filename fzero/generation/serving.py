@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.generation.gathered_model import check_whole
 from fzero.state import TrainState
 from fzero.step import TrainStep

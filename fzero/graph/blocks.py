@@ -17,8 +17,8 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from fzero.graph.backends import mend_reductions
-from fzero.runtime.module_changes import own_forward, replaced_forwards, with_own_code
-from fzero.runtime.own_params import as_plain
+from fzero.model.changes import own_forward, replaced_forwards, with_own_code
+from fzero.model.own_params import as_plain
 
 
 class CompiledBlocks:

@@ -39,10 +39,10 @@ from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
 from fzero.graph.tracing import Traced, trace
 from fzero.graph.traffic import sent_in
+from fzero.model.held_tensors import Held
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, StepRules
-from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn
 from fzero.state import TrainState
 

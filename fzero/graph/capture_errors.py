@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
-from fzero.comms.failures import failed
+from fzero.comms.hangs.failures import failed
 from fzero.comms.stacked import VmapError
 from fzero.comms.traced import collective_that_raised
 from fzero.config.config import ConfigError
 from fzero.graph.remat import RematError
 from fzero.graph.schedule import CompileError
-from fzero.runtime.refusals import ParameterError
+from fzero.model.errors import ParameterError
 
 _OWN = (RematError, VmapError, ParameterError, ConfigError)
 

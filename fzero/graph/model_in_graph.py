@@ -28,13 +28,12 @@ from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
+from fzero.model.errors import INSIDE, UNRELATED, late, marked, of_own_class, was_changed, wrong_kind
+from fzero.model.fetched_parameters import FetchedParameters, marks_of, new_marks
+from fzero.model.held_tensors import Held
+from fzero.model.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
 from fzero.plans.plan import Plan
-from fzero.runtime.fetched_parameters import FetchedParameters, marks_of, new_marks
-from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, LossRules, loss_of
-from fzero.runtime.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
-from fzero.runtime.parameter_errors import late, marked, of_own_class, was_changed, wrong_kind
-from fzero.runtime.refusals import INSIDE, UNRELATED
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
 from fzero.verbs import start_gather

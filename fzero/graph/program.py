@@ -21,11 +21,11 @@ from fzero.compression.plan import CompressionPlan
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
+from fzero.model.binding import random_state
 from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected
-from fzero.runtime.module_binding import random_state
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState

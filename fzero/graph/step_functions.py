@@ -32,11 +32,11 @@ from fzero.comms.traced import TracedAxis
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.model_in_graph import ModelInGraph
 from fzero.graph.repeats import Repeats
+from fzero.model.held_tensors import Held
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.finish import Outcome, StepRules, finish, norm_parts
-from fzero.runtime.held_tensors import Held
 from fzero.runtime.loss import LossFn, agreed_buffers, range_places
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas

@@ -43,11 +43,11 @@ from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.holdings import MISSING
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
-from fzero.runtime.fetched_parameters import marks_of
-from fzero.runtime.held_tensors import Held
-from fzero.runtime.module_changes import attributes_kept
-from fzero.runtime.own_params import HeldStandIn, StandIn
-from fzero.runtime.parameter_errors import late
+from fzero.model.changes import attributes_kept
+from fzero.model.errors import late
+from fzero.model.fetched_parameters import marks_of
+from fzero.model.held_tensors import Held
+from fzero.model.own_params import HeldStandIn, StandIn
 
 _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]

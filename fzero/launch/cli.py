@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from fzero.common.flags import Parser
-from fzero.comms.failures import timeout_of
+from fzero.comms.hangs.failures import timeout_of
 from fzero.comms.rendezvous import DEFAULT_PORT
 from fzero.launch import agent
 from fzero.launch.agent import LAST_CALL, AgentWork

@@ -24,6 +24,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from fzero.comms import collectives
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
+from fzero.model.binding import random_state
+from fzero.model.checkpointing import Site, checkpointed, slots_of
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
@@ -31,14 +33,12 @@ from fzero.pipeline.orders import COMPUTE, PipeOrder
 from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.plans.unit_orders import Event
-from fzero.runtime import parts
+from fzero.runtime import phases
 from fzero.runtime.autograd_nodes import Visits
 from fzero.runtime.eager import recomputing
 from fzero.runtime.finish import Collected
 from fzero.runtime.loss import loss_of, loss_row, mean_of
-from fzero.runtime.module_binding import random_state
-from fzero.runtime.parts import AccumulationWindow
-from fzero.runtime.recomputation import Site, checkpointed, slots_of
+from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import start_gather
@@ -75,21 +75,21 @@ class PipelineProgram:
     inside: StepRuntime | None = None
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-        """See `fzero.runtime.parts.forward_backward`. *Collective:* every rank."""
+        """See `fzero.runtime.phases.forward_backward`. *Collective:* every rank."""
         stages, own = stages_of(run), state
         run, state = self._gathered(run, state)
         with self._sending():
-            window = parts.begin(run, state, measures_early=True)
+            window = phases.begin(run, state, measures_early=True)
             with (
                 random_state(state.rng, run.device) as rng, keyed(run.device) as seeds,
-                parts.bound_throughout(run, window) as window,
+                phases.bound_throughout(run, window) as window,
             ):  # fmt: skip
                 training = _Training(self, run, micro_batches, seeds, window)
                 self._execute(training, run, self.order)
             window = training.window
             window.work.close()
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
-            collected = parts.collect(run, window, rng)
+            collected = phases.collect(run, window, rng)
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
         state = collected.state._replace(params=own.params)
         return collected._replace(state=state, loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
@@ -128,7 +128,7 @@ class PipelineProgram:
         try:
             with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
-                with parts.inspecting(run, state, "evaluate"):
+                with phases.inspecting(run, state, "evaluate"):
                     self.model.eval()
                     self._execute(passes, run, self.evaluation(len(micro_batches)))
         finally:
@@ -318,7 +318,7 @@ class _Training(Passes):
         inputs: list[GradientEdge] = []
         x = self._first(number) if chunk == 0 else self._attached(self.inputs.pop((chunk, number)), grads, inputs)
         kind = "train" if self.order.num_chunks == self.order.stages else f"chunk {chunk}"
-        out, loss = parts.forward(self.run, self.window, partial(self._forward, chunk, number, x), kind=kind)
+        out, loss = phases.forward(self.run, self.window, partial(self._forward, chunk, number, x), kind=kind)
         forwards = self.window.work.forwards
         visits = {forwards.last_index: forwards.last.visits}
         if loss is not None:
@@ -389,7 +389,7 @@ class _Training(Passes):
         if not (roots and opened.inputs):
             self.waiting[chunk, number] = partial(torch.autograd.backward, roots, grads) if roots else lambda: None
         else:
-            with parts.bound_to(self.run, self.window, lambda: (number,)):
+            with phases.bound_to(self.run, self.window, lambda: (number,)):
                 opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
         self._return(chunk, number, opened)
 
@@ -403,7 +403,7 @@ class _Training(Passes):
     def _roots(self, chunk: int, number: int, opened: _Open) -> tuple[list[Any], list[Any]]:
         """Where a backward begins, and the gradients there."""
         if opened.loss is not None:
-            return [parts.scaled_loss(self.run, self.window, opened.roots[0])], [None]
+            return [phases.scaled_loss(self.run, self.window, opened.roots[0])], [None]
         grads = self.output_grads.pop((chunk, number))
         found = [(root, grad) for root, grad in zip(opened.roots, grads, strict=True) if grad is not None]
         return [root for root, _ in found], [grad for _, grad in found]
@@ -415,7 +415,7 @@ class _Training(Passes):
         loss, weight = opened.loss or (self.no_loss, None)
         # A mean is divided here, at the parameters. A sum is divided in the update, when all weights are known.
         num_parts = 1 if self.is_sum else len(self.micro_batches)
-        with parts.going_back(
+        with phases.going_back(
             self.run, self.window, opened.visits, loss, weight=weight, num_parts=num_parts, is_last=self.num_left == 0,
             needs_grads=False,
         ) as after:  # fmt: skip

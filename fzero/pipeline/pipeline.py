@@ -18,8 +18,8 @@ from torch import nn
 
 from fzero.comms import collectives
 from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis, RankAxis
+from fzero.comms.hangs.progress import HERE
 from fzero.comms.process_group import along, once_more
-from fzero.comms.progress import HERE
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.pipeline.execution import PipelineProgram

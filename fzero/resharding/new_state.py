@@ -9,11 +9,11 @@ import optree
 import torch
 from torch import Tensor
 
+from fzero.model.trainability import listed
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.streaming import SUB_GROUP
 from fzero.resharding.tensors import Sources
-from fzero.runtime.trainability import listed
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FilePart, StoredTensor, in_memory, kept

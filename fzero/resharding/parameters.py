@@ -14,7 +14,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.plan import FlatParamPlan
 from fzero.state import TrainState

@@ -15,10 +15,10 @@ import optree
 from torch import Tensor
 
 from fzero.common.arguments import check_kind, check_no_inference
-from fzero.runtime.file_agreement import agree, files_of
 from fzero.simulation import LockstepRanks
 from fzero.state import QUANTITIES, TrainState
 from fzero.step import TrainStep
+from fzero.storage.file_agreement import agree, files_of
 from fzero.storage.state_files import StateFiles
 
 

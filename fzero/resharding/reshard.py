@@ -21,7 +21,7 @@ from torch import Tensor
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
 from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
 from fzero.plans.plan import Plan
@@ -30,11 +30,11 @@ from fzero.resharding import new_state
 from fzero.resharding.new_state import Numbers, by_name, chosen_numbers, numbers_of, read, write
 from fzero.resharding.place import place as put
 from fzero.resharding.plan import JobRank, ReshardPlan, ReshardRound, kept_hook_states, plan_reshard
-from fzero.runtime.file_agreement import agree, files_of
 from fzero.runtime.step_spec import MismatchError
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
+from fzero.storage.file_agreement import agree, files_of
 from fzero.storage.file_tensor import StoredTensor, StoreError, handles_of
 from fzero.storage.state_files import StateFiles
 from sharding.views import torch_dtype

@@ -1,7 +1,7 @@
 """The eager step: binding a module to the state, forward and backward unit by unit, the end of a step, update, offload, first
 states.
 
-May import: state, verbs, storage and below. Begin with `fzero.runtime.parts`.
+May import: state, verbs, storage and below. Begin with `fzero.runtime.phases`.
 """
 
 from typing import TYPE_CHECKING

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.runtime.refusals import NOT_USED, UNRELATED
+from fzero.model.errors import NOT_USED, UNRELATED, lost_again
 
 SMALL = 1 << 16
 """The most elements of a parameter that shares the node of its visit."""
@@ -160,6 +160,4 @@ class ReadAgain:
                 raise
             self._without |= self._read
         if lost := self._read & self._without:
-            from fzero.runtime.parameter_errors import lost_again
-
             raise lost_again(min(lost))

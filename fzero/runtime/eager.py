@@ -32,17 +32,17 @@ from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
+from fzero.model.binding import beneath_model, beneath_modes
+from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
+from fzero.model.fetched_parameters import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
-from fzero.runtime.fetched_parameters import untraced
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
 from fzero.runtime.learned import Learned
-from fzero.runtime.module_binding import beneath_model, beneath_modes
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.refusals import BETWEEN, INSIDE, OVER, UNRELATED
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_transfer import ShardTransfer
@@ -351,8 +351,6 @@ class ForwardBackward:
 
 def _unit_of(plan: Plan, name: str) -> UnitPlan:
     if name not in plan.homes:
-        from fzero.runtime.parameter_errors import late
-
         raise late("parameter", name)
     return plan.homes[name][0]
 

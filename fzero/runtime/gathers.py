@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending, ended
 from fzero.comms.records import Phase, label_of
+from fzero.model.held_tensors import address
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.runtime.held_tensors import address
 from fzero.runtime.seen_params import SeenParams
 from fzero.storage.shard_transfer import ShardTransfer
 from fzero.verbs import start_gather

@@ -15,11 +15,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from fzero.model.errors import flag_changed, has_hook, marked, partial_grad, raise_named, was_changed
+from fzero.model.fetched_parameters import new_marks, untraced
+from fzero.model.own_params import bits_of, pass_as_parameter
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
-from fzero.runtime.fetched_parameters import new_marks, untraced
 from fzero.runtime.forwards import Forward
-from fzero.runtime.own_params import bits_of, pass_as_parameter
 from sharding.views import unflatten
 
 
@@ -72,8 +73,6 @@ class _Given(NamedTuple):
         is_kept = self.leaf.requires_grad is self.requires_grad
         if is_kept and not marks and all(isinstance(hook, _RefusesParts) for hook in hooks):
             return None
-        from fzero.runtime.parameter_errors import flag_changed, has_hook, marked
-
         if marks:
             return marked("parameter", self.name, marks[0])
         return has_hook(self.name) if is_kept else flag_changed(self.name)
@@ -89,8 +88,6 @@ class _RefusesParts:
     def __call__(self, grad: Tensor) -> None:
         """Raises ValueError inside the forward, where the model itself has asked for the gradient."""
         if self.given.is_open:
-            from fzero.runtime.parameter_errors import partial_grad
-
             raise partial_grad(self.name)
 
 
@@ -137,8 +134,6 @@ class GivenParams:
 
     def name(self, error: RuntimeError) -> None:
         """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
-        from fzero.runtime.parameter_errors import raise_named
-
         raise_named(error, self.was_changed)
 
     def visit(
@@ -245,6 +240,4 @@ class GivenParams:
         """The error for a parameter that a forward has changed, with its name where it is known."""
         names = [given.name for given in self._given or () if given.is_changed]
         self._given = None
-        from fzero.runtime.parameter_errors import was_changed
-
         return was_changed(names[0] if names else None, where)

@@ -20,14 +20,14 @@ from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.model.own_params import full_values
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.own_params import full_values
-from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Updater
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.shard_transfer import to_device, updated_part
+from fzero.storage.state_memory import StateMemory
 from sharding import Sharded, TensorSpec
 from sharding.views import flatten, take_shard, torch_dtype
 
@@ -210,7 +210,7 @@ class StateBuilder:
                 values[name] = full_values(own).to(self.device)
             else:
                 if prefix not in initialised:
-                    from fzero.runtime.meta_modules import filled  # a model with values does not load it
+                    from fzero.model.meta_modules import filled  # a model with values does not load it
 
                     initialised[prefix] = filled(module, prefix, init_fn, self.recipe.seed, self.device)
                 values[name] = initialised[prefix][name]

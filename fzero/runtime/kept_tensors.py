@@ -13,8 +13,8 @@ from weakref import ref
 
 from torch import Tensor
 
+from fzero.model.held_tensors import Held, has_storage
 from fzero.plans.flat_params import FlatParamPlan
-from fzero.runtime.held_tensors import Held, has_storage
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.storage.file_tensor import StoredTensor
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.records import Label
+from fzero.model.errors import not_a_view
 from fzero.runtime.loss import agreed_buffers, range_places
 
 
@@ -27,8 +28,6 @@ def check_no_views(model: nn.Module, holds: Callable[[Tensor], bool]) -> None:
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set and holds(buffer):
-                from fzero.runtime.parameter_errors import not_a_view
-
                 raise not_a_view(f"{prefix}.{key}" if prefix else key)
 
 

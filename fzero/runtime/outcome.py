@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import astuple
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import RankAxis
+from fzero.comms.axes import CollectiveError, RankAxis
 from fzero.comms.records import Label
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
+from fzero.storage.shard_transfer import own_shard
 
 NamedHyper = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
@@ -55,8 +57,6 @@ def check_outcome(
         for rows_W4 in stats_AW4:
             check_alike(rows_W4[:, 2:], run.mesh.world, named)
         check_rows(stats_AW4[..., :2].flatten(0, 1), is_sum=is_sum)
-        from fzero.runtime.faults import what_is_not_finite  # for the error alone
-
         raise FloatingPointError(what_is_not_finite(run, outcome, state))
 
 
@@ -113,6 +113,93 @@ def check_passes(numbers_W: Tensor) -> None:
     """Raises on every rank when the numbers of the ranks' forward-backwards differ. On a device it does nothing."""
     if numbers_W.device.type != "cpu" or (numbers_W == numbers_W[0]).all():
         return
-    from fzero.runtime.faults import differing_passes  # for the error alone
-
     raise differing_passes(numbers_W)
+
+
+def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
+    """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
+    order = {name: index for index, (name, _) in enumerate(run.recipe.model.named_parameters())}
+    first, mesh = len(order), run.mesh
+    trained = [buffer for buffer in run.plan.flat_buffers if buffer.trainable]
+    shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
+    for buffer, grad_S in zip(trained, run.offload.transfer(run.scratch).each(shards), strict=True):
+        for name, start, stop, offset in map(astuple, buffer.layout.fragments(mesh.shard)):
+            if order[name] < first and not grad_S[offset : offset + stop - start].isfinite().all():
+                first = order[name]
+    found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
+    name = dict(zip(order.values(), order, strict=True)).get(found)
+    return name if run.stages is None else run.stages.first_name(name)
+
+
+def check_used(run: StepRuntime, used: Collection[str]) -> None:
+    """Raises on every rank where a trained parameter got no gradient on some rank. *Collective:* a number per parameter.
+
+    Args:
+        used: the parameters that got a gradient on this rank, or need none.
+    """
+    trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
+    names = [name for name, _ in run.recipe.model.named_parameters() if name in trained]
+    is_unused = torch.tensor([float(name not in used) for name in names], device=run.device)
+    unused_WN = collectives.stack(is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update"))
+    lines = [
+        f"{name!r} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+        for name, of_name in zip(names, unused_WN.T.tolist(), strict=True)
+        if (ranks := [rank for rank, number in enumerate(of_name) if number])
+    ]
+    if lines:
+        raise ValueError(
+            f"zero_optimization.ignore_unused_parameters: is false, and the loss does not depend on {'; '.join(lines)}; compute "
+            f"the loss from all of them, freeze them with requires_grad_(False), or leave the key out: then their gradient is 0"
+        )
+
+
+def what_is_not_finite(run: StepRuntime, outcome: Outcome, state: TrainState[Tensor]) -> str:
+    """The message about a loss or gradient that is not finite. *Collective.*"""
+    name = first_overflow(run, state)
+    if run.rules.skips_overflow:
+        return (
+            f"fp16.min_loss_scale: the gradient overflows with the loss scale at its minimum "
+            f"{state.loss_scale.scale.item():g}, first in {name!r}; the state was not updated: look at this batch, lower the "
+            f"learning rate, or use bf16"
+        )
+    losses_AW = outcome.loss_stats[..., 0]
+    by_rank = losses_AW.mean(dim=0).tolist()
+    ranks = [rank for rank, value in enumerate(by_rank) if not math.isfinite(value)]
+    mean = losses_AW.mean().item()
+    what = f"loss is not finite on ranks {ranks}" if ranks else f"loss is {mean:.6g}, its gradient is not finite"
+    return (
+        f"step {int(state.step)}: {what} (losses {by_rank}, gradient norm {outcome.norm.item():.6g}"
+        + (f", first parameter {name!r}" if name else "")
+        + "); the state was not updated: lower the learning rate, set gradient_clipping, or look at this batch"
+    )
+
+
+def differing_passes(numbers_W: Tensor) -> CollectiveError:
+    """The error for ranks whose forward-backwards have different numbers (`fzero.runtime.outcome.number_of`)."""
+    is_update, passes_W = numbers_W == math.inf, numbers_W.abs()
+    is_last = (numbers_W > 0) & ~is_update
+    if is_update.any() or (passes_W == passes_W[0]).all():
+        doing = [
+            f"{what} on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+            for what, of_rank in (
+                ("an update", is_update),
+                ("the last backward before an update", is_last),
+                ("a backward before the last", numbers_W < 0),
+            )
+            if (ranks := of_rank.nonzero().flatten().tolist())
+        ]
+        return CollectiveError(
+            f"gradient accumulation: every rank must call backward and step equally often, and one call was "
+            f"{', '.join(doing)}; give all ranks the same number of micro-batches (a loader with drop_last=True, say), and "
+            f"start the job again from a checkpoint"
+        )
+    if (passes_W.floor() == passes_W[0].floor()).all():
+        return CollectiveError(
+            "requires_grad: must be the same on all ranks for each parameter, and differs; freeze and unfreeze on every "
+            "rank, before the same forward"
+        )
+    return CollectiveError(
+        f"the ranks are in different steps: they have run {[int(n) for n in passes_W]} passes. Either an error was raised "
+        f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
+        f"further forward or backward); end the job, and start it again from a checkpoint"
+    )

@@ -18,6 +18,8 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
+from fzero.model.binding import Binding
+from fzero.model.trainability import FixedFlags
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -26,14 +28,12 @@ from fzero.runtime.finish import Collected, StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
 from fzero.runtime.learned import Learned
-from fzero.runtime.module_binding import Binding
-from fzero.runtime.state_form import StateForm
-from fzero.runtime.state_memory import StateMemory
 from fzero.runtime.step_spec import StepSpec, check_same
-from fzero.runtime.trainability import FixedFlags
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool
+from fzero.storage.state_form import StateForm
+from fzero.storage.state_memory import StateMemory
 from fzero.verbs import gather_flat
 from sharding.views import torch_dtype, unflatten
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from fzero.runtime.activation_checkpointing import Checkpointing
+    from fzero.model.checkpointing import Checkpointing
     from fzero.runtime.pipeline_stages import PipelineStages
 
 
@@ -264,6 +264,6 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     memory = StateMemory(plan, device)
     if all(memory.kind(placement) == "here" for placement in plan.placements.values()):
         return memory
-    from fzero.runtime.offload import Offload  # a step whose state is on the device does not load it
+    from fzero.storage.offload import Offload  # a step whose state is on the device does not load it
 
     return Offload(plan, device)

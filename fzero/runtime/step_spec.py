@@ -19,28 +19,28 @@ from torch import nn
 from fzero.common.arguments import check_callable, check_kind, check_loss_fn, check_model, check_whole
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis, RankAxis
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
+from fzero.model.held_tensors import Held, find_held
+from fzero.model.own_params import check_tensors
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
 from fzero.plans.plan import Plan, plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.held_tensors import Held, find_held
 from fzero.runtime.loss import LossFn, LossRules
-from fzero.runtime.own_params import check_tensors
 from sharding import Mesh
 
 if TYPE_CHECKING:
     from fzero.compression.plan import CompressionPlan
     from fzero.data.token_dropping import TokenDropping
+    from fzero.model.checkpointing import Checkpointing, Choice
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.placements import GivenPlacements
     from fzero.plans.staged import StagedPlan
-    from fzero.runtime.activation_checkpointing import Checkpointing, Choice
 
 
 class Pipelined(Protocol):
@@ -238,7 +238,7 @@ class StepSpec:
             field, choice = "activation_checkpointing.every", block.every
         if choice is None and not block.cpu_checkpointing:
             return None
-        from fzero.runtime.activation_checkpointing import (  # a step without such modules does not load it
+        from fzero.model.checkpointing import (  # a step without such modules does not load it
             Checkpointing,
             choose_modules,
             host_moves,

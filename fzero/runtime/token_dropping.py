@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.data.schedules import Root, fewer_values
 from fzero.data.token_dropping import Draw
-from fzero.runtime.module_changes import replaced_forwards
+from fzero.model.changes import replaced_forwards
 
 if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping

@@ -2,7 +2,7 @@
 
 The transform of a flat buffer is that of its parameter group, with the learning rate and momentum of this update and the
 buffer's dtypes (`fzero.optim.precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
-off the device are streamed through their update (`fzero.runtime.offload`). A captured step has the same update in its graph, with
+off the device are streamed through their update (`fzero.storage.offload`). A captured step has the same update in its graph, with
 the numbers in tensors.
 """
 
@@ -28,9 +28,9 @@ from fzero.optim.precision import NUM_SALTS, mixed_precision
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.state_memory import StateMemory
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, updated_part
+from fzero.storage.state_memory import StateMemory
 from fzero.verbs import optimizer_update, start_join
 from sharding.views import torch_dtype
 

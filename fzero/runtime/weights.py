@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Literal, Self
 
 from fzero.common.safe_files import check_own, create
-from fzero.comms.thread_dumps import stat_of
+from fzero.comms.hangs.thread_dumps import stat_of
 
 MARKER, UNFINISHED = "owner.json", "owner.new"
 FILES = "*.flat"

@@ -4,7 +4,7 @@ A forward-backward names the next shard in advance, so that it is prefetched whi
 shards of gradients are written. For shards on the device all of this does nothing.
 
 A file error breaks the state but raises nothing here: the rank goes on with zeros, so that the others do not wait for it, and all
-ranks raise at the end (`fzero.runtime.file_agreement.agree`).
+ranks raise at the end (`fzero.storage.file_agreement.agree`).
 """
 
 from __future__ import annotations

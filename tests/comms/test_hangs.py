@@ -27,12 +27,12 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.comms import failures
-from fzero.comms.failures import timeout_of, timeout_of_group
+from fzero.comms.hangs.failures import timeout_of, timeout_of_group
+from fzero.comms.hangs.progress import HERE, Progress
+from fzero.comms.hangs.thread_dumps import identity_of, stat_of
+from fzero.comms.hangs.watchdog import Answer, Watchdog
 from fzero.comms.process_group import group_of
-from fzero.comms.progress import HERE, Progress
 from fzero.comms.records import Label
-from fzero.comms.thread_dumps import identity_of, stat_of
-from fzero.comms.watchdog import Answer, Watchdog
 
 TIMEOUT = 25  # seconds for a collective, and for all ranks to import torch on a busy machine
 VICTIM, BAD_STEP, BAD_BLOCK = 1, 2, 2

@@ -46,11 +46,11 @@ from fzero.estimation.models import (
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
+from fzero.model.checkpointing import Moves
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.schedule_check import check_schedules
 from fzero.profiling.profiler import NUM_OPERATORS, operator_seconds, small_block
 from fzero.runtime import file_agreement
-from fzero.runtime.activation_checkpointing import Moves
 from fzero.runtime.sequencer import Sequencer
 from fzero.simulation import LockstepRanks, stacked
 from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
@@ -525,9 +525,7 @@ class Host:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = self.left = self.returned = 0
-        monkeypatch.setattr(
-            "fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(self.away, self.back)
-        )
+        monkeypatch.setattr("fzero.model.checkpointing.host_moves", lambda device: Moves(self.away, self.back))
 
     def away(self, x: Tensor) -> Tensor:
         with _disable_current_modes():

@@ -27,7 +27,7 @@ SENDERS = {
 
 UPDATERS = {
     "fzero.verbs": "optimizer_update",
-    "fzero.runtime.offload_wholes": "a buffer off the device that is updated in full",
+    "fzero.storage.offload_wholes": "a buffer off the device that is updated in full",
     "fzero.storage.stream": "sub-groups of a buffer off the device",
     "fzero.optim": "transforms of transforms",
     "fzero.plans.param_groups": "a transform of the user, tried on fixed numbers so that ranks can compare it",

@@ -271,14 +271,19 @@ OTHERS_NEED = {
         f"fzero.comms.{name}"
         for name in ("codecs", "compression", "lockstep", "meeting", "primitives", "stacked", "traced")
     ),
-    *("fzero.comms.thread_dumps", "fzero.comms.watchdog", "fzero.config.elastic_sizes", "fzero.plans.report"),
+    *(
+        "fzero.comms.hangs.thread_dumps",
+        "fzero.comms.hangs.watchdog",
+        "fzero.config.elastic_sizes",
+        "fzero.plans.report",
+    ),
     *(f"fzero.optim.{name}" for name in ("elementwise", "fragments", "lr_schedules", "matrix", "optimizers")),
     *(
         "fzero.config.files",
         "fzero.optim.rounding",
         "fzero.optim.torch_optim",
-        "fzero.runtime.meta_modules",
-        "fzero.runtime.module_changes",
+        "fzero.model.meta_modules",
+        "fzero.model.changes",
     ),
     *(
         f"fzero.storage.{name}"
@@ -294,8 +299,8 @@ OTHERS_NEED = {
         "fzero.plans.hook_choice",
     ),
     *("fzero.compression.added", "fzero.compression.plan", "fzero.data.schedules", "fzero.plans.placements"),
-    *("fzero.plans.traffic", "fzero.runtime.activation_checkpointing", "fzero.runtime.file_agreement"),
-    *("fzero.runtime.offload", "fzero.runtime.offload_leaves", "fzero.runtime.recomputation"),
+    *("fzero.plans.traffic", "fzero.model.checkpointing", "fzero.storage.file_agreement"),
+    *("fzero.storage.offload", "fzero.storage.offload_leaves", "fzero.model.checkpointing"),
     *(
         "fzero.runtime.seen_compressed",
         "fzero.runtime.token_dropping",

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 import fzero
 from fzero.estimation import estimate_layers
+from fzero.model.binding import Binding
 from fzero.pipeline import LayerSpec, Pipeline, PipelineModule
-from fzero.runtime.module_binding import Binding
 from sharding import Mesh
 
 

@@ -55,7 +55,7 @@ NOT_CORE = (
     "sharding/testing.py",
     "sharding/toy_models.py",
     "sharding/reference.py",
-    "fzero/comms/thread_dumps.py",
+    "fzero/comms/hangs/thread_dumps.py",
     "fzero/pipeline/picture.py",
 )
 """What tests use, and what only describes a hang or draws."""

@@ -15,7 +15,7 @@ import torch.distributed.device_mesh
 
 from fzero.common.text_tables import as_text
 from fzero.comms import collectives, process_group
-from fzero.comms.failures import TIMEOUT
+from fzero.comms.hangs.failures import TIMEOUT
 from fzero.comms.rendezvous import launched
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
 from fzero.engine.initialize import check_may_join

@@ -1,6 +1,6 @@
 """`StateMemory`: makes and checks the flat buffers of a rank's state, all of them on the device of the model.
 
-`fzero.runtime.offload.Offload` is for state that lives elsewhere, and documents the methods that do nothing here. If the model is
+`fzero.storage.offload.Offload` is for state that lives elsewhere, and documents the methods that do nothing here. If the model is
 on the CPU, host memory is device memory.
 """
 

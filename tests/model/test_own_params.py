@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fzero
-from fzero.runtime.own_params import StandIn
+from fzero.model.own_params import StandIn
 from fzero.simulation import simulate
 
 STEPS = 3

@@ -1,7 +1,7 @@
 """A module's own parameters and buffers, while a step computes with the tensors of a state instead of them.
 
 Code may hold a parameter outside `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
-(`fzero.runtime.module_binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
+(`fzero.model.binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
 is gathered and trained like any other. The same holds for a tensor that shares a parameter's memory (`held_tensors`). Some uses
 cannot be intercepted in Python. They raise when the step is made (`check_tensors`: TorchScript modules, memory that two tensors
 share) or after the first backward (`OwnGrads`). The module must not change before the first use of its state (`Origin`).
@@ -18,9 +18,9 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.runtime.held_tensors import Held, address
-from fzero.runtime.refusals import ParameterError, ShapeAndDtype
-from fzero.runtime.tensor_uses import called, needs_values
+from fzero.model.errors import ParameterError, ShapeAndDtype, kind_text, not_trained
+from fzero.model.held_tensors import Held, address
+from fzero.model.tensor_uses import called, needs_values
 
 Fetch = Callable[[str], Tensor]
 
@@ -312,8 +312,6 @@ class OwnGrads:
         """Raises ValueError if a backward has written one of them."""
         for name, param, before in self._found:
             if _version(param.grad) != before:
-                from fzero.runtime.parameter_errors import not_trained
-
                 raise not_trained(name)
 
 
@@ -378,8 +376,6 @@ class Origin:
         found = {name: shape_and_dtype(tensor) for name, tensor in now.items()}
         differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
         if differing:
-            from fzero.runtime.parameter_errors import kind_text
-
             then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
             raise ValueError(
                 f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; change the "

@@ -25,9 +25,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from fzero.comms.progress import HERE
-from fzero.comms.records import Label
-from fzero.comms.thread_dumps import (
+from fzero.comms.hangs.progress import HERE
+from fzero.comms.hangs.thread_dumps import (
     WATCH,
     answer_no_signals,
     answer_signals,
@@ -36,6 +35,7 @@ from fzero.comms.thread_dumps import (
     stack_here,
     stack_of,
 )
+from fzero.comms.records import Label
 
 TICK = 1.0  # seconds between two reads of the store by a watchdog
 SILENT = 10.0  # seconds without an answer after which a rank counts as one that cannot answer

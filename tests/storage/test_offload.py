@@ -25,9 +25,9 @@ from training import Plain, config, make, part, vectors
 
 import fzero
 from fzero.optim.transforms import same_bits
-from fzero.runtime.state_memory import StateMemory
 from fzero.storage.file_tensor import in_memory
 from fzero.storage.movers import DeviceMover
+from fzero.storage.state_memory import StateMemory
 from sharding import Placement
 
 WIDTH = 80

@@ -25,15 +25,15 @@ from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.file_agreement import agree
-from fzero.runtime.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, to_host, with_long
-from fzero.runtime.offload_wholes import update_wholes
-from fzero.runtime.state_memory import Parts, Place, StateMemory
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
+from fzero.storage.file_agreement import agree
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoredTensor, handles_of, renewed
+from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, to_host, with_long
+from fzero.storage.offload_wholes import update_wholes
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
+from fzero.storage.state_memory import Parts, Place, StateMemory
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 

@@ -1,6 +1,6 @@
 """`HERE`: the collectives of this process so far, and those that it waits for now.
 
-Reports of hangs read it (`fzero.comms.watchdog`).
+Reports of hangs read it (`fzero.comms.hangs.watchdog`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Progress:
     waited: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds that the host has waited for collectives since the process began, by their purpose."""
     call: str | None = None
-    """The meeting in which this rank waits for the others to make the same call (`fzero.comms.meeting`)."""
+    """The meeting in which this rank waits for the others to make the same call (`fzero.comms.hangs.meeting`)."""
     places: dict[int, str] = field(default_factory=dict)
     """The place of each rank of the job in words, where a step has named it ("pipeline stage 1")."""
 

@@ -1,7 +1,7 @@
 """The watch over the default process group: how long a collective waits, and the error when it does not end.
 
-`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.watchdog`), and makes the meeting place of the
-ranks (`fzero.comms.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that names the missing ones.
+`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.hangs.watchdog`), and makes the meeting place of the
+ranks (`fzero.comms.hangs.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that names the missing ones.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import CollectiveError, ProcessAxis, RankAxis
-from fzero.comms.progress import HERE, LoneCallError
+from fzero.comms.hangs.progress import HERE, LoneCallError
 from fzero.comms.records import Label
 
 if TYPE_CHECKING:
-    from fzero.comms.meeting import Meeting
-    from fzero.comms.watchdog import Watchdog
+    from fzero.comms.hangs.meeting import Meeting
+    from fzero.comms.hangs.watchdog import Watchdog
 
 TIMEOUT = timedelta(minutes=10)
 TIMEOUTS = {"FZERO_TIMEOUT": "seconds", "DEEPSPEED_TIMEOUT": "minutes"}
@@ -106,8 +106,8 @@ def keep_watch() -> None:
     assert group is not None
     if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1].group() is group):
         return
-    from fzero.comms.meeting import Meeting, Notified
-    from fzero.comms.watchdog import Watchdog
+    from fzero.comms.hangs.meeting import Meeting, Notified
+    from fzero.comms.hangs.watchdog import Watchdog
 
     end_watch()
     HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before

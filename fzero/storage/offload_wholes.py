@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.plans.plan import FlatParamPlan
-from fzero.runtime.offload_leaves import Leaves, tensors_of, with_long
+from fzero.storage.offload_leaves import Leaves, tensors_of, with_long
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import own_shard
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fzero.runtime.own_params import Fetch
+from fzero.model.own_params import Fetch
 
 
 class FetchedParameters(dict[str, Any]):

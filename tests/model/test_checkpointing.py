@@ -22,8 +22,8 @@ from training import Block, Odd, Plain, config, make, part, tokens, vectors
 
 import fzero
 from fzero.config.config import Config, ConfigError
+from fzero.model.checkpointing import Moves, choose_modules, host_moves
 from fzero.plans.units import blocks_of
-from fzero.runtime.activation_checkpointing import Moves, choose_modules, host_moves
 
 WIDTH = 16
 
@@ -487,7 +487,7 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.runtime.activation_checkpointing.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr("fzero.model.checkpointing.host_moves", lambda device: Moves(host.away, host.back))
     yield host
 
 

@@ -21,11 +21,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from fzero.runtime import own_params
-from fzero.runtime.fetched_parameters import FetchedParameters, marked, marks_of
-from fzero.runtime.held_tensors import Held
-from fzero.runtime.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
-from fzero.runtime.refusals import ShapeAndDtype
+from fzero.model import own_params
+from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
+from fzero.model.fetched_parameters import FetchedParameters, marked, marks_of
+from fzero.model.held_tensors import Held
+from fzero.model.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -218,8 +218,6 @@ class _BufferSlot(NamedTuple):
     def check_kind(self) -> None:
         """Raises ValueError where a forward has assigned None, or has made another shape or dtype (`resize_`, too)."""
         if self.kind != (now := shape_and_dtype(self.now)):
-            from fzero.runtime.parameter_errors import wrong_kind
-
             raise wrong_kind(self.name, self.kind, now)
 
 
@@ -236,8 +234,6 @@ def _bind_buffers(
             yield _BufferSlot(module._buffers, key, dot + key, None, None, None)
             continue
         if name not in buffers:
-            from fzero.runtime.parameter_errors import late
-
             raise late("buffer", name)
         module._buffers[key] = buffers[name]
         if buffer.__dict__:
@@ -253,8 +249,6 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
     assert isinstance(parameters, FetchedParameters)
     if not parameters.is_changed and len(module._buffers) <= len(own_buffers):
         return
-    from fzero.runtime.parameter_errors import late, replaced
-
     dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:
@@ -280,8 +274,6 @@ def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> No
 
 def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
     """Raises ValueError where a forward has replaced a module by another one, or removed one that has parameters."""
-    from fzero.runtime.parameter_errors import late, replaced
-
     places = {id(place.module): place for place in found}
     for prefix, module in model.named_modules():
         place = places.pop(id(module), None)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fzero
-from fzero.runtime.held_tensors import find_held
+from fzero.model.held_tensors import find_held
 from fzero.simulation import simulate
 
 

@@ -20,22 +20,22 @@ from torch import Tensor
 from fzero.common.arguments import check_callable, check_kind, check_trains, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.failures import meet
+from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
+from fzero.model.binding import is_bound, random_state
+from fzero.model.own_params import OwnGrads, check_unchanged
 from fzero.plans.leaves import stream_name
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
-from fzero.runtime.module_binding import is_bound, random_state
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, number_of
-from fzero.runtime.own_params import OwnGrads, check_unchanged
-from fzero.runtime.state_form import check_not_donated
+from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard
+from fzero.storage.state_form import check_not_donated
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -286,8 +286,6 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
         check_updating(run.mesh.world)
     if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
-        from fzero.runtime.faults import check_used
-
         check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
