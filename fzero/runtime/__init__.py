@@ -1,7 +1,6 @@
-"""The eager step: binding a module to the state, forward and backward unit by unit, the end of a step, update, offload, first
-states.
+"""One step of one rank: forward and backward unit by unit, the end of a step, update, first states.
 
-May import: state, verbs, storage and below. Begin with `fzero.runtime.phases`.
+May import: state, verbs, storage, model and below. Begin with `fzero.runtime.phases`.
 """
 
 from typing import TYPE_CHECKING

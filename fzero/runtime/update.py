@@ -9,7 +9,7 @@ the numbers in tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import groupby
@@ -22,7 +22,7 @@ import fzero.optim as optim
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
-from fzero.comms.records import Label, label_of
+from fzero.comms.records import Label
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision
 from fzero.optim.transforms import Transform, skip_if
@@ -30,13 +30,12 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, updated_part
-from fzero.storage.state_memory import StateMemory
-from fzero.verbs import optimizer_update, start_join
+from fzero.storage.state_memory import StateMemory, Update
+from fzero.verbs import optimizer_update
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
-    from fzero.storage.file_tensor import StoredTensor
 
 NO_RANKS = "a step on an AbstractAxis updates nothing"
 MOST_TOGETHER = 1 << 24
@@ -66,28 +65,6 @@ class Hyper(NamedTuple):
             "momentum": {"betas": str(self.momentum)},
             "hyper-parameters": dict(zip(groups, self.optimizers, strict=True)),
         }
-
-
-class Update(NamedTuple):
-    """One flat buffer to be updated."""
-
-    buffer: FlatParamPlan
-    grad: StoredTensor
-    """This rank's gradient (S)."""
-    master: StoredTensor
-    """The tensor to update: a shard of the parameters if there is no master."""
-    state: Any
-    transform_at: Callable[..., Transform]
-    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
-    param: StoredTensor
-    """This rank's shard of the model's parameters. If updated shards are all-gathered off the device (`joins`), the rank's
-    whole part."""
-    mesh: RankMesh
-
-    def join(self, updated_S: Tensor, *, out: Tensor) -> Pending:
-        """Starts to all-gather updated shards; see `fzero.verbs.start_join`."""
-        label = label_of("all_gather_params", self.buffer.key, "update")
-        return start_join(updated_S, self.buffer, self.mesh, out=out, label=label)
 
 
 @dataclass(frozen=True, slots=True)

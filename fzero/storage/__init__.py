@@ -1,6 +1,6 @@
-"""Files of state, pinned and paged memory, and the streams between them and a device.
+"""The state of one rank in memory: on the device, in host memory, in files; and the streams between them.
 
-May import: plans and below. Begin with `fzero.storage.file_store`.
+May import: state, verbs, plans and below. Begin with `fzero.storage.file_store`.
 """
 
 from typing import TYPE_CHECKING

@@ -38,8 +38,8 @@ from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.runtime.update import Update
     from fzero.storage.state_files import FilePlan, StateFiles
+    from fzero.storage.state_memory import Update
     from fzero.storage.stream import Mover, Streamed, SubGroup
 
 

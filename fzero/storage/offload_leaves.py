@@ -18,7 +18,7 @@ from fzero.storage.file_tensor import StoredTensor
 from sharding.specs import Placement
 
 if TYPE_CHECKING:
-    from fzero.runtime.update import Update
+    from fzero.storage.state_memory import Update
 
 
 class Home(NamedTuple):

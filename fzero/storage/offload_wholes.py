@@ -16,7 +16,7 @@ from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import own_shard
 
 if TYPE_CHECKING:
-    from fzero.runtime.update import Update
+    from fzero.storage.state_memory import Update
 
 
 def update_wholes(

@@ -7,7 +7,7 @@ on the CPU, host memory is device memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import optree
 import torch
@@ -15,16 +15,19 @@ from torch import Tensor
 
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
+from fzero.comms.pending import Pending
+from fzero.comms.records import label_of
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import QUANTITIES, TrainState
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer, to_device
+from fzero.verbs import start_join
 from sharding import TensorSpec
 from sharding.specs import Placement
 from sharding.views import torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.runtime.update import Update
+    from fzero.storage.file_tensor import StoredTensor
     from fzero.storage.state_files import StateFiles
 
 Place = Literal["here", "host", "nvme"]
@@ -34,6 +37,28 @@ Parts = dict[str, Any]
 """One flat buffer's part of a state: `params`, `grads`, `master` and `optimizer`, where it has them."""
 
 _OF_BUFFERS = tuple(f"state.{quantity}" for quantity in QUANTITIES)
+
+
+class Update(NamedTuple):
+    """One flat buffer to be updated."""
+
+    buffer: FlatParamPlan
+    grad: StoredTensor
+    """This rank's gradient (S)."""
+    master: StoredTensor
+    """The tensor to update: a shard of the parameters if there is no master."""
+    state: Any
+    transform_at: Callable[..., Transform]
+    """The transform of elements [start, stop). Third argument: where the new parameters are written, if they live elsewhere."""
+    param: StoredTensor
+    """This rank's shard of the model's parameters. If updated shards are all-gathered off the device (`joins`), the rank's
+    whole part."""
+    mesh: RankMesh
+
+    def join(self, updated_S: Tensor, *, out: Tensor) -> Pending:
+        """Starts to all-gather updated shards; see `fzero.verbs.start_join`."""
+        label = label_of("all_gather_params", self.buffer.key, "update")
+        return start_join(updated_S, self.buffer, self.mesh, out=out, label=label)
 
 
 class StateMemory:

@@ -48,7 +48,7 @@ ROOT = Path(__file__).parents[2]
 OUT = ROOT / "out" / "mutants"
 CORE = (
     "sharding",
-    *(f"fzero/{name}" for name in ("comms", "optim", "plans", "runtime", "graph", "storage", "pipeline")),
+    *(f"fzero/{name}" for name in ("comms", "optim", "plans", "model", "runtime", "graph", "storage", "pipeline")),
 )
 CORE_FILES = ("fzero/state.py", "fzero/verbs.py", "fzero/step.py")
 NOT_CORE = (

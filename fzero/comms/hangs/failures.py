@@ -1,7 +1,8 @@
 """The watch over the default process group: how long a collective waits, and the error when it does not end.
 
-`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.hangs.watchdog`), and makes the meeting place of the
-ranks (`fzero.comms.hangs.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that names the missing ones.
+`keep_watch` starts a thread that answers questions about this rank (`fzero.comms.hangs.watchdog`), and makes the meeting
+place of the ranks (`fzero.comms.hangs.meeting`). `failed` asks all ranks where they are, and makes a `CollectiveError` that
+names the missing ones.
 """
 
 from __future__ import annotations

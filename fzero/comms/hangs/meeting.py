@@ -4,8 +4,8 @@ For example, one rank saves while the others run a step: they would receive its 
 differ, gloo aborts the process in C++. So the ranks meet first, at the job's store:
 
 1. A rank counts itself under the name of the call, and waits until all ranks are counted.
-2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs (`fzero.comms.hangs.watchdog`) answer
-   while the rank starts no collectives.
+2. After a moment the first of the waiting ranks asks the others where they are. Their watchdogs
+   (`fzero.comms.hangs.watchdog`) answer while the rank starts no collectives.
 3. A rank will not come if it is in another call, waits for a collective that the asking rank has not begun, or has left the
    job. If this holds for all missing ranks, the waiting ones raise.
 """
