@@ -25,6 +25,7 @@ from fzero.comms.records import Label
 from fzero.model.binding import is_bound, random_state
 from fzero.model.own_params import OwnGrads, check_unchanged
 from fzero.plans.leaves import stream_name
+from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, finish, norm_parts
@@ -430,9 +431,7 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
     """See `TrainStep.first_overflow`."""
     run.check_state(state)
     meet("TrainStep.first_overflow", run.mesh.world)
-    from fzero.runtime import faults
-
-    return faults.first_overflow(run, state)
+    return outcome.first_overflow(run, state)
 
 
 # --- helpers -----------------------------------------------------------------------------------------------------
