@@ -24,7 +24,8 @@ class Fault(NamedTuple):
 
 
 LAYOUT, COMMS, OPTIM, PLANS, RUNTIME, STORAGE, GRAPH, PIPES = (
-    "sharding", "fzero/comms", "fzero/optim", "fzero/plans", "fzero/model", "fzero/runtime", "fzero/storage", "fzero/graph", "fzero/pipeline",
+    "sharding", "fzero/comms", "fzero/optim", "fzero/plans", "fzero/model",
+    "fzero/runtime", "fzero/storage", "fzero/graph", "fzero/pipeline",
 )  # fmt: skip
 
 CHOSEN = (
