@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from fzero.estimation.ledger import MemoryLedger
 from fzero.estimation.unit_events import Part, follow
+from fzero.plans.dataflow import GradHome, Holds
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
 from fzero.plans.unit_scheduler import UnitScheduler
@@ -37,7 +38,7 @@ class _Reduction:
 
     full: list[Taken] = field(default_factory=list)
     arriving: int = 0  # bytes of receive buffers
-    ends: list[tuple[FlatParamPlan, float, bool]] = field(default_factory=list)
+    ends: list[tuple[FlatParamPlan, float, GradHome]] = field(default_factory=list)
 
 
 class DryPass:
@@ -57,14 +58,14 @@ class DryPass:
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
         self._prefetched: dict[str, float] = {}  # by key, when the shard is here
-        self._filling: dict[str, Taken | None] = {}  # by key; None is the gradient's home
+        self._filling: dict[str, tuple[GradHome, Taken | None]] = {}  # by key; None is the gradient's own memory
         self._in_flight: deque[_Reduction] = deque()
-        self._held: set[str] = set()  # keys of full gradients to which the next one is added
+        self._holds: dict[str, Holds] = {buffer.key: "nothing" for buffer in self.plan.flat_buffers}
 
     def run(self, parts: Sequence[Part], order: Sequence[Event], *, is_first: bool, is_last: bool) -> None:
         """One forward and backward, the first or last of its step; `order` is that of its collectives."""
-        self.is_first, self.is_last = is_first, is_last
-        self._reduced, self._leaving = set[str](), deque[float]()
+        self.is_last, self._leaving = is_last, deque[float]()
+        self._holds = dict.fromkeys(self._holds, "nothing" if is_first else "sum")
         scheduler, boundary = self.scheduler, order.index(BOUNDARY) + 1
         scheduler.begin(order[:boundary])
         self.execute(scheduler.begin_forward(is_first=True))
@@ -170,28 +171,24 @@ class DryPass:
 
     def _collect(self, key: str) -> None:
         buffer = self._flats[key]
-        flow = buffer.flow
-        is_kept = flow.collects == "full" and key not in self._reduced
-        is_kept &= flow.keep_dtype == flow.send_dtype or not (self.is_first and self.is_last)
-        if is_kept and self.ledger.is_here(buffer.grads):
-            self._filling[key] = None
-        else:
-            dtype = flow.keep_dtype if is_kept else flow.send_dtype
-            self._filling[key] = self.ledger.take("reductions", buffer.padded_numel, dtype)
-        if is_kept and buffer.key in self._held:
+        home = buffer.flow.home(self._holds[key], is_last=self.is_last, is_here=self.ledger.is_here(buffer.grads))
+        taken = None
+        if home.fills != "home":
+            taken = self.ledger.take("reductions", buffer.padded_numel, home.dtype)
+        self._filling[key] = home, taken
+        if home.adds_to_sum:
             nbytes = self.ledger.nbytes_of(buffer.grads)
             self.ledger.lanes.wait(key, self.ledger.fetch(buffer.grads, nbytes, key))
 
     def _reduce(self, name: str) -> None:
         reduction = _Reduction()
         for buffer in (buffer for buffer in self._units[name].buffers if buffer.trainable):
-            taken = self._filling.pop(buffer.key)
-            if buffer.flow.reduces(is_last=self.is_last):
+            home, taken = self._filling.pop(buffer.key)
+            self._holds[buffer.key] = home.leaves
+            if home.reduces:
                 reduction.full += [] if taken is None else [taken]
-                reduction.ends.append((buffer, *self._start(buffer, reduction, taken)))
-                self._reduced.add(buffer.key)
+                reduction.ends.append((buffer, self._start(buffer, home, reduction, taken), home))
                 continue
-            self._held.add(buffer.key)
             if taken is not None:
                 self.ledger.write_back(buffer.grads, self.ledger.nbytes_of(buffer.grads), buffer.key)
                 self.ledger.give(taken)
@@ -199,14 +196,13 @@ class DryPass:
             self._in_flight.append(reduction)
         self.ledger.write()
 
-    def _start(self, buffer: FlatParamPlan, reduction: _Reduction, taken: Taken | None) -> tuple[float, bool]:
-        """Starts the reduction; returns its end time, and whether its result is added to earlier micro-steps' gradients."""
+    def _start(self, buffer: FlatParamPlan, home: GradHome, reduction: _Reduction, taken: Taken | None) -> float:
+        """Starts the reduction; returns its end time."""
         plan, ledger, flow = self.plan, self.ledger, buffer.flow
         hooks, dtype, numel = plan.comm_hooks.reduce, flow.send_dtype, flow.reduced_numel
         if taken is None and flow.keep_dtype != dtype:
             reduction.arriving += buffer.padded_numel * itemsize(dtype)  # a copy in `reduce_dtype`
         shard, is_full = buffer.shard_numel * itemsize(dtype), flow.reduces_to == "full"
-        adds = flow.adds(is_first=self.is_first)
         end = ledger.send("reduce", buffer.padded_numel, flow.scatters_over, dtype, hooks=hooks)
         is_one = plan.world_size == 2 and not hooks  # collective of two ranks for both halves, which adds meanwhile
         for axis in flow.sums_over if self.is_last else ():
@@ -214,8 +210,7 @@ class DryPass:
                 end = ledger.send("reduce", numel * (1 + is_one), (axis,), dtype, hooks=through, after=end)
             numel //= plan.mesh.axis_size(axis)
         if not is_full:
-            is_new = adds or flow.keep_dtype != dtype or not ledger.is_here(buffer.grads)
-            reduction.arriving += shard * (is_new and plan.num_shards > 1)
+            reduction.arriving += shard * (not home.is_in_place and plan.num_shards > 1)
         if ledger.device == "cpu" and plan.num_shards > 1:
             # Shards are received one by one, the first into the result buffer unless that holds a summand: in stage 1 this
             # rank's own, which the sum overwrites.
@@ -224,19 +219,21 @@ class DryPass:
                 reduction.arriving += shard * (plan.num_shards - 2 + is_summand)
                 ledger.touch(shard * (plan.num_shards + 1))
         ledger.add("arrivals", reduction.arriving)
-        return end, adds
+        return end
 
     def _end_reduce(self) -> None:
         ledger, reduction = self.ledger, self._in_flight.popleft()
-        for buffer, end, adds in reduction.ends:
+        for buffer, end, home in reduction.ends:
             ledger.lanes.wait(f"reduce {buffer.key}", end)
             nbytes = ledger.nbytes_of(buffer.grads)
-            if adds:
+            if home.adds_held or home.adds_late:
                 ledger.touch(3 * nbytes)
             if not ledger.is_here(buffer.grads):
                 while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
                     ledger.lanes.wait(buffer.key, self._leaving.popleft())
-                self._leaving.append(ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=adds))
+                self._leaving.append(
+                    ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=home.adds_late)
+                )
         ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
             ledger.give(taken)

@@ -119,7 +119,7 @@ class StepFunctions:
             scale = self._grad_scale(is_sum)
             for flat, grad in self._flattened(gradients):
                 kept = state.grads[flat.key]
-                if flat.flow.collects == "full":
+                if flat.flow.home("sum", is_last=False).adds_to_sum:
                     wide = torch.promote_types(torch.promote_types(kept.dtype, grad.dtype), torch.float32)
                     kept.copy_(kept.to(wide).add(grad.to(wide), alpha=scale))
                 else:
@@ -160,10 +160,10 @@ class StepFunctions:
         """The sums over ranks of the gradients that micro-steps collected in `grads`; also written there."""
         reduced = {}
         for flat in self._trained:
-            grad = state.grads[flat.key]
-            if not flat.flow.reduces(is_last=False):
+            grad, home = state.grads[flat.key], flat.flow.home("sum", is_last=True)
+            if home.adds_to_sum:
                 grad = self._keep(state, flat, self._reduce(grad, flat, state))
-            elif flat.flow.sums_late:
+            elif home.adds_held:
                 grad = self._keep(state, flat, self._sum_late(grad, flat, state))
             else:
                 grad = grad.clone()  # the update may write into its gradient

@@ -36,6 +36,41 @@ AnyAxis = TypeVar("AnyAxis", bound=Named)
 Extent = Literal["full", "shard"]
 """All elements of a flat buffer (P), or one rank's shard of the finest division (S)."""
 
+Holds = Literal["nothing", "sum", "result"]
+"""The content of the tensor in which a rank keeps a gradient: nothing of this step; the sum of earlier micro-steps; or the result
+of a reduction in the present backward (or in the last backward of the step, if another follows)."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradHome:
+    """Where a visit of a unit in a backward collects a flat gradient, and what it is added to.
+
+    Its *home* is the tensor of the state: all elements (P), or a shard (S). `BufferDataflow.home` makes this value.
+
+    Attributes:
+        fills: the memory in which the full gradient is collected: its `home`; a `copy` of the home on the device, which is
+            written back; or `scratch` memory.
+        dtype: of this memory.
+        adds_to_sum: whether this memory holds the sum of earlier micro-steps, to which the gradient is added.
+        reduces: whether the gradient is reduced now; if not, the last micro-step reduces the sum.
+        adds_held: whether the home's shard is added to the reduced one before their sum over the replicate axes.
+        adds_late: whether the result of the reduction is added to the home.
+        is_in_place: whether the reduction may write its result into the home.
+        leaves: the content of the home afterwards.
+    """
+
+    fills: Literal["home", "copy", "scratch"]
+    dtype: str
+    adds_to_sum: bool
+    reduces: bool
+    adds_held: bool
+    adds_late: bool
+    is_in_place: bool
+
+    @property
+    def leaves(self) -> Holds:
+        return "result" if self.reduces else "sum"
+
 
 @dataclass(frozen=True, slots=True)
 class BufferDataflow:
@@ -134,13 +169,54 @@ class BufferDataflow:
         """Whether a step gathers the parameters once, for all micro-steps and both directions: then gradients are full, too."""
         return bool(self.gathers_over) and self.collects == "full"
 
-    def reduces(self, *, is_last: bool) -> bool:
-        """Whether a micro-step reduces its gradients itself, instead of leaving them to the last micro-step of the step."""
-        return is_last or self.collects == "shard"
+    def home(self, holds: Holds, *, is_last: bool, is_here: bool = True) -> GradHome:
+        """How a visit of the buffer's unit in a backward treats its gradient.
 
-    def adds(self, *, is_first: bool) -> bool:
-        """Whether a micro-step adds its reduced shard to that of earlier ones."""
-        return self.collects == "shard" and not is_first
+        Args:
+            holds: the content of the gradient's home.
+            is_last: whether this is the last micro-step before the update.
+            is_here: whether the home is memory of the device.
+
+        Two micro-steps, in stage 1 and in stage 2:
+
+        >>> from fzero.plans.stages import STAGES
+        >>> of_all = Dtypes(*["float32"] * 5), Partition(8, 2), Mesh.of(data=2), ("data",)
+        >>> for stage in (1, 2):
+        ...     flow, holds = BufferDataflow.of(STAGES[stage], *of_all), "nothing"
+        ...     for is_last in (False, True):
+        ...         home = flow.home(holds, is_last=is_last)
+        ...         print(stage, home.fills, home.adds_to_sum, home.reduces, home.adds_late, home.is_in_place)
+        ...         holds = home.leaves
+        1 home False False False True
+        1 home True True False True
+        2 scratch False True False True
+        2 scratch False True True False
+        """
+        is_full, is_cast = self.collects == "full", self.keep_dtype != self.send_dtype
+        # The home of a gradient that only one micro-step collects would have to be cast before it is sent.
+        keeps = is_full and holds != "result" and not (is_cast and is_last and holds == "nothing")
+        adds_to_sum = keeps and holds == "sum"
+        adds_held = self.sums_late and holds == "sum" and is_last
+        adds_late = holds == "result" or (not is_full and holds == "sum" and not adds_held)
+        return GradHome(
+            fills="home" if keeps and is_here else "copy" if adds_to_sum else "scratch",
+            dtype=self.keep_dtype if keeps else self.send_dtype,
+            adds_to_sum=adds_to_sum,
+            reduces=is_last or not is_full,
+            adds_held=adds_held,
+            adds_late=adds_late,
+            is_in_place=is_here and not (adds_held or adds_late or is_cast),
+        )
+
+
+def carried(holds: Holds, *, is_first: bool, was_last: bool) -> Holds:
+    """The content of a gradient's home when a backward begins, from that at the end of the backward before.
+
+    Args:
+        is_first: whether this is the first backward since the last update.
+        was_last: whether the backward before was the last one of its step; if another one follows, it adds to the result.
+    """
+    return "nothing" if is_first else holds if was_last and holds == "result" else "sum"
 
 
 def along(axes: tuple[AnyAxis, ...], names: Collection[str]) -> tuple[AnyAxis, ...]:

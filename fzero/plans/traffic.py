@@ -92,7 +92,7 @@ def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_b
         yield _Sent(phase, numel, flow.gathers_over, param, times, gather)
     if not buffer.trainable:
         return
-    times = num_micro_steps if flow.reduces(is_last=False) else 1
+    times = num_micro_steps if flow.collects == "shard" else 1
     yield _Sent("reduce_scatter of gradients", numel, flow.scatters_over, grad, times, hooks.reduce)
     # An all-reduce is a reduce-scatter through the comm hooks, and an all-gather of the sums, which are sent as they are.
     for half in (hooks.reduce, {}):

@@ -18,6 +18,7 @@ from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending
 from fzero.comms.records import Phase, label_of
+from fzero.plans.dataflow import GradHome, Holds, carried
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
@@ -30,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Filling:
-    """The flat gradients of a unit that are being written: the buffers (P each), their parts by parameter (if cut), and the
-    names written so far."""
+    """The flat gradients of a unit that are being written: the buffers (P each), where they are collected, their parts by
+    parameter (if cut), and the names written so far."""
 
     flats: dict[str, Tensor] = field(default_factory=dict)
+    homes: dict[str, GradHome] = field(default_factory=dict)
     parts: dict[str, Tensor] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
 
@@ -73,18 +75,16 @@ class Reductions:
         self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
-        self._is_first, self._is_last, self.only_adds = True, True, False
-        self._is_done = False  # whether a backward was the last one
+        self._is_last, self.only_adds = False, False
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
         self._parts: dict[str, Tensor] = {}  # of the state's own gradients, which are cut once
         self._trained = [b for b in plan.flat_buffers if b.trainable]
+        self._holds: dict[str, Holds] = {b.key: "nothing" for b in self._trained}
         gathers = any(unit.gathered_numel for unit in plan.units)
-        keeps = (b.flow.collects == "full" and self._is_here(b) for b in self._trained)
-        self._keeps_all = bool(grads) and not gathers and all(keeps)
+        sums = (b.flow.home("sum", is_last=False, is_here=self._is_here(b)) for b in self._trained if grads)
+        self._may_only_add = bool(grads) and not gathers and all(home.fills == "home" for home in sums)
         self._in_flight: deque[_Reduction] = deque()
-        self._held: set[str] = set()  # keys of full gradients that already hold a sum, to which the next is added
-        self._reduced: set[str] = set()  # keys of gradients reduced in this backward, or in the last one of the step
 
     def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> bool:
         """Called when a backward begins; returns whether it counts as the last one before the update.
@@ -94,13 +94,11 @@ class Reductions:
             is_first: whether `grads` holds nothing yet.
             is_last: whether this is the last backward before the update; only then are full gradients reduced.
         """
-        self.has_come, self._grad_scale, self._is_first = False, grad_scale, is_first
-        self._is_last = is_last or (self._is_done and not is_first)
-        if is_first or not self._is_done:
-            self._reduced.clear()
-        self._held = set() if is_first else {b.key for b in self._trained}
-        self._is_done = self._is_last
-        self.only_adds = self._keeps_all and not (is_first or self._is_last)
+        self.has_come, self._grad_scale = False, grad_scale
+        was_last, self._is_last = self._is_last and not is_first, is_last or (self._is_last and not is_first)
+        for key, holds in self._holds.items():
+            self._holds[key] = carried(holds, is_first=is_first, was_last=was_last)
+        self.only_adds = self._may_only_add and not (is_first or self._is_last)
         return self._is_last
 
     def abandon(self) -> list[Pending]:
@@ -198,22 +196,17 @@ class Reductions:
     def collect(self, unit: str, buffer: FlatParamPlan) -> None:
         """Begins the buffer in which an unreduced gradient of a unit is collected (P).
 
-        The buffer is the state's own tensor if this rank keeps the full gradient, and if either the tensor has the dtype in
-        which the gradient is sent, or more micro-steps will add to it. A tensor in other memory is loaded first. In all other
-        cases the buffer is scratch memory.
+        See `GradHome`: the buffer is the state's own tensor, a copy of it if it lives in other memory, or scratch memory.
         """
         filling, key = self._filling[unit], buffer.key
-        home, send_dtype = self._grads[key], torch_dtype(buffer.flow.send_dtype)
-        is_kept = buffer.flow.collects == "full" and key not in self._reduced
-        is_kept &= home.dtype == send_dtype or not (self._is_first and self._is_last)
-        is_held = is_kept and key in self._held
-        if is_held or (is_kept and self._is_here(buffer)):
-            flat_P = self._transfer.load(stream_name("grads", key), home)
-        else:
-            dtype = home.dtype if is_kept else send_dtype
+        home = buffer.flow.home(self._holds[key], is_last=self._is_last, is_here=self._is_here(buffer))
+        if home.fills == "scratch":
+            dtype = torch_dtype(home.dtype)
             flat_P = self._transfer.scratch.take(buffer.padded_numel, dtype, self._transfer.device)
-        filling.flats[key] = flat_P
-        if is_held:
+        else:
+            flat_P = self._transfer.load(stream_name("grads", key), self._grads[key])
+        filling.flats[key], filling.homes[key] = flat_P, home
+        if home.adds_to_sum:
             filling.written.update(buffer.layout.names)
 
     # --- reducing ------------------------------------------------------------------------------------------------
@@ -228,20 +221,20 @@ class Reductions:
                 flat_P = filling.flats[buffer.key]
                 if not filling.written.issuperset(buffer.layout.names):
                     zero_gaps(flat_P, buffer, filling.written)
-                if not buffer.flow.reduces(is_last=self._is_last):
-                    self._held.add(buffer.key)
-                    if not self._is_here(buffer):
+                home = filling.homes[buffer.key]
+                self._holds[buffer.key] = home.leaves
+                if not home.reduces:
+                    if home.fills != "home":
                         self._transfer.write_back(
                             stream_name("grads", buffer.key), self._grads[buffer.key], flat_P, adds=False
                         )
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
-                started.append((buffer, self._reduce(flat_P, buffer, phase), self._adds(buffer)))
-                self._reduced.add(buffer.key)
+                started.append((buffer, self._reduce(flat_P, buffer, home, phase), home.adds_late))
         if started:
             self._in_flight.append(_Reduction(filling, started))
 
-    def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, phase: Phase) -> Sending:
+    def _reduce(self, flat_P: Tensor, buffer: FlatParamPlan, home: GradHome, phase: Phase) -> Sending:
         """Starts to reduce a gradient over all ranks; the result is all of it (P) in stage 0, else this rank's shard (S)."""
         send_dtype = torch_dtype(buffer.flow.send_dtype)
         flat_P = flat_P if flat_P.dtype == send_dtype else flat_P.to(send_dtype)
@@ -249,15 +242,12 @@ class Reductions:
         label = label_of("reduce", buffer.key, phase)
         if buffer.flow.reduces_to == "full":
             return start_reduce_scatter_grads(*reduced, states=states, is_last=self._is_last, label=label)
-        own_S, is_held = self._own(buffer), self._is_held(buffer)
-        is_same = buffer.flow.send_dtype == buffer.flow.keep_dtype
-        is_new = is_held or self._adds(buffer) or not is_same or not self._is_here(buffer)
-        held: Any = own_S
-        if is_held and not self._is_here(buffer):
-            held = self._transfer.load(stream_name("grads", buffer.key), own_S)
+        held: Any = self._own(buffer)
+        if home.adds_held and not self._is_here(buffer):
+            held = self._transfer.load(stream_name("grads", buffer.key), held)
         return start_reduce_scatter_grads(
             *reduced, states=states, is_last=self._is_last, label=label,
-            out_S=None if is_new else held, held_S=held if is_held else None,
+            out_S=held if home.is_in_place else None, held_S=held if home.adds_held else None,
         )  # fmt: skip
 
     def end_oldest(self) -> None:
@@ -276,17 +266,6 @@ class Reductions:
             self._give_back(flat_P, key)
 
     # --- a flat buffer's gradient --------------------------------------------------------------------------------
-
-    def _adds(self, buffer: FlatParamPlan) -> bool:
-        """Whether a reduction is added to the result of an earlier one, in this or in an earlier micro-step."""
-        if buffer.key in self._reduced:
-            return True
-        return buffer.flow.adds(is_first=self._is_first) and not self._is_held(buffer)
-
-    def _is_held(self, buffer: FlatParamPlan) -> bool:
-        """Whether the shard of earlier micro-steps is added to this reduction, before the one sum over the replicate axes."""
-        is_kept = buffer.flow.sums_late and buffer.flow.adds(is_first=self._is_first)
-        return is_kept and self._is_last and buffer.key not in self._reduced
 
     def _is_here(self, buffer: FlatParamPlan) -> bool:
         """Whether the gradient lives on the device."""

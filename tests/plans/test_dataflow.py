@@ -12,7 +12,7 @@ from training import Odd, config, make
 import fzero
 from fzero.estimation.dry_run import dry_run
 from fzero.optim.precision import Dtypes
-from fzero.plans.dataflow import BufferDataflow
+from fzero.plans.dataflow import BufferDataflow, GradHome, Holds, carried
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.plan import Plan
 from fzero.plans.stages import stage_specs
@@ -83,11 +83,56 @@ def test_no_reduction_waits_for_another_where_two_ranks_sum_the_state_s_own_grad
     assert {unit.reduced_numel > 0 for unit in rules.units.values() if unit.grads} == {not is_free}
 
 
-def test_micro_steps_reduce_where_they_do_not_collect_in_full_and_add_after_the_first() -> None:
-    for stage in range(4):
-        flow = plan_of(Mesh.of(data=2), stage).flat_buffers[0].flow
-        assert flow.reduces(is_last=True) and flow.reduces(is_last=False) is (stage >= 2)
-        assert not flow.adds(is_first=True) and flow.adds(is_first=False) is (stage >= 2)
+Contents = dict[str, str]
+"""What a tensor holds: gradients of visits, each summed so far over "one" rank, over the "shard" axes or over "all"."""
+
+
+def visited(flow: BufferDataflow, home: GradHome, held: Contents, visit: str, *, is_last: bool) -> Contents:
+    """The content of a gradient's home after a visit that follows `home`, by what each rule means."""
+    assert not (home.adds_to_sum and home.fills == "scratch")
+    flat = dict(held) if home.adds_to_sum else {}
+    flat[visit] = "one"
+    held = flat if home.fills == "home" else held  # it is written over
+    if not home.reduces:
+        return flat
+    assert {*flat.values()} == {"one"}  # what is reduced must not be reduced again
+    reduced = dict.fromkeys(flat, "all" if is_last or not flow.sums_over else "shard")
+    if home.adds_held:
+        assert {*held.values()} <= {"shard"} and is_last
+        reduced |= dict.fromkeys(held, "all")
+    elif home.adds_late:
+        assert not {*held} & {*reduced}
+        reduced |= held
+    else:
+        assert {*held} <= {*reduced}  # nothing that the home held is lost
+    assert not (home.is_in_place and (home.adds_held or home.adds_late))
+    return reduced
+
+
+@given(
+    *(st.integers(0, 3), st.sampled_from(MESHES), st.booleans(), st.booleans()),
+    *(st.lists(st.integers(1, 3), min_size=1, max_size=4), st.integers(1, 3)),
+)
+def test_every_gradient_of_a_step_is_in_its_home_once_and_summed_over_all_ranks(
+    stage: int, mesh: Mesh, is_here: bool, is_cast: bool, visits: list[int], num_last: int
+) -> None:
+    """Backwards of one to three visits of a unit; the last ones count as the last of the step."""
+    axes = shard_axes(mesh, fzero.Config.load(config(stage)).zero_optimization)
+    dtypes = DTYPES if is_cast else Dtypes(*["float32"] * 5)
+    flow = BufferDataflow.of(stage_specs(stage, axes), dtypes, Partition(8, num_ranks(mesh, axes)), mesh, axes)
+    holds: Holds = "nothing"
+    held: Contents = {}
+    was_last = False
+    for index, num_visits in enumerate(visits):
+        is_last = index >= len(visits) - num_last
+        holds = carried(holds, is_first=index == 0, was_last=was_last)
+        for visit in range(num_visits):
+            home = flow.home(holds, is_last=is_last, is_here=is_here)
+            assert is_here or (home.fills != "home" and not home.is_in_place)
+            held, holds = visited(flow, home, held, f"{index}.{visit}", is_last=is_last), home.leaves
+        was_last = is_last
+    every = {f"{index}.{visit}" for index, num in enumerate(visits) for visit in range(num)}
+    assert held == dict.fromkeys(every, "all")
 
 
 def test_one_rank_sends_nothing_and_does_not_round_to_the_dtype_of_communication() -> None:
