@@ -26,7 +26,7 @@ from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero.comms import failures
+from fzero.comms.hangs import failures
 from fzero.comms.hangs.failures import timeout_of, timeout_of_group
 from fzero.comms.hangs.progress import HERE, Progress
 from fzero.comms.hangs.thread_dumps import identity_of, stat_of

@@ -16,7 +16,7 @@ from test_rank_death import Job
 from training import Plain, config, make, part, vectors
 
 import fzero
-from fzero.comms import meeting, watchdog as hangs
+from fzero.comms.hangs import meeting, watchdog as hangs
 from fzero.resharding.parameters import weight_of
 from fzero.runtime import weights
 

@@ -50,9 +50,9 @@ from fzero.model.checkpointing import Moves
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.schedule_check import check_schedules
 from fzero.profiling.profiler import NUM_OPERATORS, operator_seconds, small_block
-from fzero.runtime import file_agreement
 from fzero.runtime.sequencer import Sequencer
 from fzero.simulation import LockstepRanks, stacked
+from fzero.storage import file_agreement
 from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
 from fzero.storage.shard_transfer import BufferPool
 

@@ -20,7 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import finish, loss as measure, parts, reductions, update as updater
+from fzero.runtime import finish, loss as measure, phases, reductions, update as updater
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine, training_machine
@@ -155,14 +155,14 @@ def missing_rank_1() -> Any:
 
 def overflowing_alone() -> Any:
     """A rank skips the update when its own loss is not finite."""
-    finish_step = parts.finish_step
+    finish_step = phases.finish_step
 
     def broken(run: Any, collected: Any) -> Any:
         found = finish_step(run, collected)
         own = ~collected.loss_stats[:, run.mesh.world.rank, 0].isfinite().all()
         return found._replace(outcome=found.outcome._replace(overflow=own), skip=own)
 
-    return patch.object(parts, "finish_step", broken)
+    return patch.object(phases, "finish_step", broken)
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
