@@ -218,8 +218,11 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
         return Pending(label, _post(received, dict.fromkeys(received, x), axis), None, rows)
+    x = x.contiguous()
+    if pending := _in_one_call(_all_gather, rows, x, axis, None, label):
+        return pending
     with Explained(label):
-        works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
+        works = [dist.all_gather(list(rows), x, group=axis.group, async_op=True)]
     return Pending(label, works, None, rows)
 
 
