@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from pretended_cuda import PretendedCuda
 from pretended_nccl import pretended_nccl
-from ranks import RankPool
-from test_meshes import MESHES, MODES, SQUARE, config_of, given_mesh
-from test_pretended_cuda import PLACEMENTS, PRECISIONS, WAITS, leave_out
+from ranks import RankError, RankPool
+from test_meshes import MESHES, MODES, config_of, given_mesh
+from test_pretended_cuda import PLACEMENTS, PRECISIONS, leave_out
 from torch import Tensor
 from training import Plain, make, part, vectors
 
@@ -75,6 +75,12 @@ def test_a_step_of_several_ranks_has_no_race_and_the_bits_of_the_cpu(
         mode = mode.replace("0", "3").replace("1", "3").replace("2", "3")
     for wrong, _ in ranks(4, differing, mode, MESHES[name], precision, case):
         assert wrong == []
+
+
+@pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
+def test_a_wait_that_a_step_of_several_ranks_leaves_out_is_found(ranks: RankPool, wait: str) -> None:
+    with pytest.raises(RankError, match="race|given back too early"):
+        ranks(4, differing, "hpz 3", MESHES["2x2"], "fp32", "LoCo", without=wait)
 
 
 # --- threads and groups --------------------------------------------------------------------------------------------

@@ -135,9 +135,12 @@ def pretended_nccl(card: PretendedCuda) -> Iterator[Nccl]:
     """Inside, fzero's collectives of tensors on the device are those of a pretended NCCL."""
     nccl = Nccl(card)
     capability = patch.object(torch.cuda, "get_device_capability", lambda device=None: (8, 0))  # c10d asks
-    with capability, patch.multiple(dist, **{name: getattr(nccl, name) for name in _REAL}):
-        with patch.multiple(
+    with (
+        capability,
+        patch.multiple(dist, **{name: getattr(nccl, name) for name in _REAL}),
+        patch.multiple(
             collectives, _all_gather=nccl.all_gather_into_tensor, _reduce_scatter=nccl.reduce_scatter_tensor
-        ):
-            with patch("fzero.runtime.step_spec.check_backend", lambda device: None):
-                yield nccl
+        ),
+        patch("fzero.runtime.step_spec.check_backend", lambda device: None),
+    ):
+        yield nccl
