@@ -190,7 +190,7 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
     if isinstance(axis, ProcessAxis) and axis.size == 2 and full_P.numel() and is_at_once:
         # Two summands give the same bits in either order. gloo pairs the collectives of a group by their number. If a separate
         # thread started this collective later, gloo could pair it with a different one of the other rank.
-        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), None, full_P)
+        return Pending(label, _start(label, dist.all_reduce, full_P, axis=axis, after=after), None, full_P, (after,))
     halves = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
     reduction = start_reduce_scatter(full_P, halves, out_S=shard_S, after=after, label=label)
@@ -218,8 +218,11 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
         rows[axis.rank].copy_(x)
         received = {rank: rows[rank] for rank in range(axis.size) if rank != axis.rank}
         return Pending(label, _post(received, dict.fromkeys(received, x), axis), None, rows)
+    x = x.contiguous()
+    if pending := _in_one_call(_all_gather, rows, x, axis, None, label):
+        return pending
     with Explained(label):
-        works = [dist.all_gather(list(rows), x.contiguous(), group=axis.group, async_op=True)]
+        works = [dist.all_gather(list(rows), x, group=axis.group, async_op=True)]
     return Pending(label, works, None, rows)
 
 
@@ -264,26 +267,28 @@ def _in_one_call(
     if x.numel() == 0:
         return _without_sending(label, out, after)
     if isinstance(axis, ProcessAxis) and x.is_cuda:
-        return Pending(label, _start(label, collective, out, x, axis=axis, after=after), None, out)
+        return Pending(label, _start(label, collective, out, x, axis=axis, after=after), None, out, (x, after))
     return None
 
 
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
-    """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`."""
+    """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`.
 
-    def start() -> list[dist.Work]:
-        with Explained(label):
-            if after is not None:
-                after.wait()
+    A backend's collective waits for the stream on which it is started, so the separate stream must wait for what the stream of
+    the compute has been given, too: `after` may end with work of its own, on tensors that were written there. The stream of the
+    compute waits for neither.
+    """
+    with Explained(label):
+        if after is None or after.has_ended:
             return [collective(*tensors, group=axis.group, async_op=True)]
-
-    if after is None:
-        return start()
-    stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):  # this stream waits for `after`, and the stream of the compute does not
-        return start()
+        device = tensors[0].device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            after.wait()
+            return [collective(*tensors, group=axis.group, async_op=True)]
 
 
 def _swap(

@@ -100,10 +100,12 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
         full: Tensor, axis: Axis, error: State, *, out_S: Tensor | None = None, after: Pending | None = None, **how: Any
     ) -> Sending:
         errors: list[Tensor] = []
+        # If another stream makes it, in memory of this one, where the next round reads it.
+        kept = None if after is None or after.has_ended else torch.empty_like(error)
 
         def make() -> Tensor:
             sent, new = corrected(full, error, lambda x: _rows(x, axis))
-            errors.append(new)
+            errors.append(new if kept is None else kept.copy_(new))
             return sent
 
         sent, after = _make_after(make, full.shape, error.dtype, full, after)

@@ -41,12 +41,15 @@ class Pending:
         last: makes the result when `works` have ended; None if the result is in `out` by then.
         out: the tensor that will hold the result, so that the next collective can get it before this one has ended; None if there
             is none yet. In a graph it is the result.
+        reads: the tensor that it reads, and the collective that it waits for. (NCCL frees the tensors of a collective when any
+            stream waits for it. They must live until the stream of the compute does.)
     """
 
     label: Label
     works: Sequence[dist.Work] | Future[list[dist.Work]] | Letters
     last: Callable[[], Tensor] | None
     out: Tensor | None = None
+    reads: tuple[Tensor | Pending | None, ...] = ()
 
     @property
     def has_ended(self) -> bool:

@@ -158,11 +158,25 @@ def group_of(
     if (of, ranks) not in parts:
         limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
         # Only the group's own ranks make it, because `parent` may be only a part of the job.
-        with Explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name):
+        with Explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name), _not_split():
             parts[of, ranks] = dist.new_group(
                 list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
             )
     return parts[of, ranks]
+
+
+@contextmanager
+def _not_split() -> Iterator[None]:
+    """Inside, a new group does not split NCCL's communicator of the whole job, which needs a call of every rank of the job.
+
+    Torch would split it where the default group was made with `device_id`; then a group that only its own ranks make would hang.
+    """
+    whole: Any = dist.group.WORLD
+    bound, whole.bound_device_id = whole.bound_device_id, None
+    try:
+        yield
+    finally:
+        whole.bound_device_id = bound
 
 
 @contextmanager

@@ -220,7 +220,10 @@ class ForwardBackward:
             self._events.begin(run)
         self.status = "running"
         try:
-            yield
+            # On CUDA autograd would run the nodes in a thread of its own, where what this thread has entered does not hold, and
+            # where ranks in lockstep would wait for each other.
+            with torch.autograd.set_multithreading_enabled(False):
+                yield
         except BaseException:
             self._abandon()
             raise

@@ -281,7 +281,8 @@ class Updater:
         if self.places is not None:
             from fzero.optim.rounding import salts_of
 
-            traced.num_updates.copy_(torch.tensor(salts_of(hyper.num_updates, NUM_SALTS)))
+            for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS), strict=True):
+                place.fill_(salt)  # fills do not wait for the device
 
 
 def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:

@@ -161,9 +161,11 @@ class Memory:
         self.last[new.timeline] = new
 
     def give_back(self, host: Timeline) -> None:
-        """Raises if a stream may still use the bytes when their owner gives them to somebody else."""
+        """Raises if a stream may still use the bytes when their owner gives them to somebody else. That is after all that the
+        reported streams have been given so far."""
+        orders = (self.owner, host, *self.reported)
         for timeline, use in self.last.items():
-            if timeline not in self.reported and max(self.owner.seen[timeline], host.seen[timeline]) < use.count:
+            if max(order.seen[timeline] for order in orders) < use.count:
                 raise AssertionError(
                     f"given back too early: {self.nbytes} bytes of {self.owner}, when nothing orders its next work after {use}"
                 )
