@@ -93,13 +93,13 @@ class ForwardBackward:
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
-        self.forwards, self._seen = Forwards(), seen
+        self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
+        self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
         self.given = GivenParams(seen.scored)
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
-        self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
         self.runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
         self._present: Visit | None = None  # of the unit that the model visits now

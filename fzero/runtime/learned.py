@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Self
@@ -80,7 +81,7 @@ class Learned:
         answers: of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's own values, for a check that ends with the first step.
-        num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
+        num_passes: the number of forwards, backwards and graphs so far (see `counted`); the ranks compare it.
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
         own_grads: checks in the first step that the module's own parameters got no gradients.
@@ -116,6 +117,21 @@ class Learned:
         runs: list[Run] = [("forward", "train"), ("backward", 0, "train", 0)]
         halves = [self.orders.learned.get(run) for run in runs] if self.orders else [None]
         return None if None in halves else tuple(chain(*filter(None, halves)))
+
+    @contextmanager
+    def counted(self, *, is_all: bool) -> Iterator[None]:
+        """Counts a forward in the number that ranks compare, to find a rank that has raised.
+
+        Args:
+            is_all: whether every rank makes it. Where forwards gather nothing, ranks may make different numbers of them, and
+                only one that raises is counted.
+        """
+        self.num_passes += is_all
+        try:
+            yield
+        except BaseException:
+            self.num_passes += not is_all
+            raise
 
     def with_own_orders(self) -> Self:
         """A copy that learns its own orders from now on."""

@@ -155,11 +155,11 @@ def forward(
     """See `TrainStep.forward`; `kind` is its `run`."""
     check_callable("forward", function, "a function without arguments that calls the model")
     learned = run.learned
-    learned.num_passes += 1  # ranks compare this number, to find a rank that has raised
     learned.holds_still |= bool(still)
     compares = _compares(run, kind)
     with (
         profiler_range("forward"),
+        learned.counted(is_all=not window.work.gathers_nothing),
         bound_to(run, window, lambda: (window.work.forwards.last_index,)),
         window.work.forward(kind, still=still, compares=compares),
     ):
@@ -407,11 +407,11 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
             negotiate the order of the gathers instead of learning it, and no layer drops tokens.
     """
     learned = run.learned
-    learned.num_passes += 1
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
     known = learned.negotiating() if generates else learned
     work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
+    learned.num_passes += not work.gathers_nothing
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),

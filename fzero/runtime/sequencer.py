@@ -19,7 +19,7 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan
 from fzero.plans.replay import Replay
-from fzero.plans.unit_orders import AGREED, END, Event, Run, ScheduleError, serve
+from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
 from fzero.runtime.learned import Learned
@@ -48,6 +48,7 @@ class Sequencer:
         self._gathers, self._reductions = gathers, reductions
         self._units = {unit.name: unit for unit in plan.units}
         self._flats = plan.flats
+        self._gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
         make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
         self._replay = Replay(make, learned.answers)
@@ -74,9 +75,15 @@ class Sequencer:
                 EXECUTORS[event.kind](self, event.unit)
 
     def begin(self, run: Run) -> None:
-        """From here on, follows the order of a run, or negotiates it."""
+        """From here on, follows the order of a run, or negotiates it.
+
+        Only gathers and reductions need other ranks. So a forward that gathers nothing has one order, and negotiates nothing: a
+        rank may make more forwards than the others.
+        """
         known = None if self._orders is None else self._orders.learned.get(run)
         self._run, self._is_known, self.phase = run, known is not None, "forward" if run[0] == "forward" else "backward"
+        if known is None and self._gathers_nothing and run[0] in _WITHOUT_GATHERS:
+            known = _WITHOUT_GATHERS[run[0]]
         self.ask("begin", known)
 
     def end(self) -> None:
@@ -158,5 +165,7 @@ EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
     "depart": lambda work, _: work._depart(),
 }
 """The function that executes each kind of event on tensors."""
+_WITHOUT_GATHERS: dict[object, tuple[Event, ...]] = {"forward": (BOUNDARY,), "through": ()}
+"""The orders of the runs that reduce nothing, in a plan that gathers nothing."""
 _RANGES = ("gather", "keep", "reduce")
 """The kinds of events that are ranges of a trace."""

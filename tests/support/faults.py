@@ -23,7 +23,7 @@ class Fault(NamedTuple):
     why: str
 
 
-LAYOUT, COMMS, OPTIM, PLANS, RUNTIME, STORAGE, GRAPH, PIPES = (
+LAYOUT, COMMS, OPTIM, PLANS, MODEL, RUNTIME, STORAGE, GRAPH, PIPES = (
     "sharding", "fzero/comms", "fzero/optim", "fzero/plans", "fzero/model",
     "fzero/runtime", "fzero/storage", "fzero/graph", "fzero/pipeline",
 )  # fmt: skip
