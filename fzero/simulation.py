@@ -32,6 +32,7 @@ from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
+from fzero.model.origin import Origin
 from fzero.model.own_params import Origin
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
@@ -39,6 +40,7 @@ from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.outcome import check_outcome
 from fzero.runtime.step_spec import StepSpec
+from fzero.runtime.weights import differing
 from fzero.state import Metrics, TrainState, is_donated, taken
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
@@ -133,7 +135,7 @@ class LockstepRanks:
             state: stacked; donated, unless the step was made with `donate=False`.
             batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
         """
-        self._origin.leave()
+        self._origin.leave(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         try:
             results = self.on_each(lambda rank: self.steps[rank](states[rank], batches[rank]))
@@ -143,7 +145,7 @@ class LockstepRanks:
 
     def evaluate(self, state: TrainState[Tensor], batch: Any) -> Tensor:
         """The mean loss over ranks, as `TrainStep.evaluate`."""
-        self._origin.check()
+        self._origin.check(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
         return self.on_each(lambda rank: self.steps[rank].evaluate(states[rank], batches[rank]))[0]
 
@@ -181,6 +183,11 @@ class LockstepRanks:
     @property
     def has_agreed(self) -> bool:
         return self.steps[0].has_agreed
+
+    def _differing(self, state: Any, tensors: Mapping[str, Tensor]) -> set[str]:
+        """See `fzero.runtime.weights.differing`; of all ranks."""
+        ranks = zip(self.steps, self.states_of(state), strict=True)
+        return set().union(*(differing(step.runtime, own, tensors) for step, own in ranks))
 
     def states_of(self, state: Any) -> list[TrainState[Tensor]]:
         """The state of each rank."""
@@ -288,7 +295,7 @@ class VmapRanks(LockstepRanks):
         batches = zip(self.steps, self.batches_of(batch), strict=True)
         split = [list(step.runtime.batches.split(own)) for step, own in batches]
         self.check_state(state)
-        self._origin.leave()
+        self._origin.leave(partial(self._differing, state))
         micro_batches = [stacked(own) for own in zip(*split)]
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]

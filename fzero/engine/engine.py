@@ -301,6 +301,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a forward of the module, through its own `__call__` or inside it."""
         self._direct.settle()
+        self.live.check_modules()
         step, run = self.active_step(), "train" if self.module.training else "eval"
         dtype = step.runtime.autocast
         inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))

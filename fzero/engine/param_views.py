@@ -12,6 +12,8 @@ import math
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -95,6 +97,26 @@ class LiveParams:
         for param in self.own.values():
             param.grad = None
         self._given: dict[str, tuple[int, torch.dtype, int]] = {}  # values of `show`: address, dtype, version
+        self._modules = list(model.modules())
+        self._children = self._look_at_modules()
+
+    def _look_at_modules(self) -> list[int]:
+        return [*map(id, chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules))))]
+
+    def check_modules(self) -> None:
+        """Raises where a script has replaced, moved, added or removed modules with parameters: the state has no values for them."""
+        if self._look_at_modules() == self._children:
+            return
+        now = {n: x for n, x in self.model.named_parameters(remove_duplicate=False) if x is not None}
+        for name in {**now, **self.own}:
+            if now.get(name) is not self.own.get(self.plan.aliases.get(name, name)):
+                raise ValueError(
+                    f"parameter {name!r}: must be the one that was passed to initialize, and a module of the model was replaced, "
+                    f"moved, added or removed since; its new parameters would not be trained (in DeepSpeed, too); change the "
+                    f"model before initialize, or initialize another engine with the changed model"
+                )
+        self._modules = list(self.model.modules())
+        self._children = self._look_at_modules()
 
     def follow(self, plan: Plan) -> None:
         """Switches to states of another plan of the same model."""
@@ -185,6 +207,7 @@ class LiveParams:
         Values are checked only where there is a master, which would overwrite them in the update; writes through `param.data`
         are not detected.
         """
+        self.check_modules()
         for module, key, name in self._slots:
             if module._parameters.get(key) is not self.own[name]:
                 raise ValueError(

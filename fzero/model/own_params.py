@@ -18,7 +18,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
-from fzero.model.errors import ParameterError, ShapeAndDtype, kind_text, not_trained
+from fzero.model.errors import ParameterError, ShapeAndDtype, not_trained
 from fzero.model.held_tensors import Held, address
 from fzero.model.tensor_uses import called, needs_values
 
@@ -185,7 +185,7 @@ def as_plain(param: Any) -> Any:
 def check_tensors(model: nn.Module) -> None:
     """Raises ValueError for a model whose parameters a step would not train, or would train differently from a plain loop."""
     for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in _tensors(module)):
+        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in state_tensors(module)):
             raise ValueError(
                 f"model: must have no modules of TorchScript with parameters or buffers, because they compute with their own "
                 f"tensors and would not be trained, got {type(module).__name__} {name or '(root)'!r}; use the module that it was "
@@ -319,72 +319,7 @@ def _version(grad: Tensor | None) -> tuple[int, int] | None:
     return None if grad is None else (id(grad), grad._version)
 
 
-class Origin:
-    """A module's tensors when a step is made (shape, dtype) and when a state is made from them (values).
-
-    The state has copied the values, so a change to the module before the state's first step would be lost; `check` raises.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._kinds = {name: shape_and_dtype(tensor) for name, tensor in _tensors(model)}
-        self._seen: dict[str, Tensor] = {}
-        self._is_open, self._checked = True, list[tuple[int, int, int]]()
-
-    def look(self, *, given: bool) -> None:
-        """Records the values of the tensors when a state is made from them; with `given`, it only checks their kinds."""
-        self._check_kinds()
-        self._is_open, self._seen, self._checked = True, {}, []
-        for name, x in () if given else _tensors(self._model):
-            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
-                self._seen[name] = bits_of(x)
-
-    def close(self) -> None:
-        """Ends the check."""
-        self._is_open, self._seen = False, {}
-
-    def leave(self) -> None:
-        """Runs `check` at a state's first step, and ends the check: later calls cost nothing."""
-        self._checked = []
-        self.check()
-        self.close()
-
-    def check(self) -> None:
-        """Checks the module at a use of a state. It reads the values again only where PyTorch has counted a change.
-
-        Raises:
-            ValueError: the module has other tensors, or their values have changed since `look`.
-        """
-        if not self._is_open:
-            return
-        now = self._check_kinds()
-        marks = [(id(x), 0 if x.is_inference() else x._version, address(x)) for x in now.values()]
-        if marks == self._checked:
-            return
-        for name, bits in self._seen.items():
-            tensor = now[name]
-            if not (tensor.is_meta or torch.equal(bits_of(tensor), bits)):  # a change through .data has no count
-                raise ValueError(
-                    f"model: must keep its values from init to the first step, and {name!r} was changed since "
-                    f"(load_state_dict, a reset), which the state does not see; call init after the change, or "
-                    f"init(params=state_dict)"
-                )
-        self._checked = marks
-
-    def _check_kinds(self) -> dict[str, Tensor]:
-        now = dict(_tensors(self._model))
-        found = {name: shape_and_dtype(tensor) for name, tensor in now.items()}
-        differing = [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]
-        if differing:
-            then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
-            raise ValueError(
-                f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; change the "
-                f"model (a new head, .half()) before make_train_step"
-            )
-        return now
-
-
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Parameters and persistent buffers under every name: moving a module to `meta` unties tied ones."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules(remove_duplicate=False):

@@ -12,7 +12,8 @@ from weakref import ref
 
 from torch import Tensor
 
-from fzero.model.own_params import Origin, OwnGrads, sharing_buffers
+from fzero.model.origin import Origin
+from fzero.model.own_params import OwnGrads, sharing_buffers
 from fzero.plans.replay import Memory
 from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.runtime.gathers import Lingering
@@ -80,7 +81,7 @@ class Learned:
         orders: of collectives, by run; None where every step negotiates them.
         answers: of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
-        origin: the model's own values, for a check that ends with the first step.
+        origin: the model's modules and values as the step knows them, for a check at each use of a state.
         num_passes: the number of forwards, backwards and graphs so far (see `counted`); the ranks compare it.
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.

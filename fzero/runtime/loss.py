@@ -207,12 +207,12 @@ def range_places(sizes: Iterable[tuple[int, bool]]) -> list[int]:
 
 
 def agreed_buffers(rows_WN: Tensor, ranges: Sequence[int] = ()) -> Tensor:
-    """One value (N,) for the module buffers of all ranks: the mean for floating ones, rank 0's for others.
+    """One value (N,) for the module buffers of all ranks: the mean for floating and complex ones, rank 0's for others.
 
     Args:
         ranges: the indices of (min, max) pairs; of these the least and the largest value of all ranks are taken.
     """
-    if not rows_WN.dtype.is_floating_point:
+    if not (rows_WN.dtype.is_floating_point or rows_WN.dtype.is_complex):
         return rows_WN[0]
     if ranges:
         mean_N = agreed_buffers(rows_WN)

@@ -34,6 +34,7 @@ from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
 from fzero.runtime.step_runtime import StepRuntime
+from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard
 from fzero.storage.state_form import check_not_donated
@@ -77,7 +78,7 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
     micro_batches = (
         list(run.batches.split(batch)) if run.stages is None else run.stages.micro_batches(run, state, batch)
     )
-    _enter(run)
+    _enter(run, state)
     return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
 
 
@@ -99,7 +100,7 @@ def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -
 def begin(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
     """See `TrainStep.begin`."""
     _check_state(run, state)
-    _enter(run)
+    _enter(run, state)
     return _window(run, state, measures_early=measures_early)
 
 
@@ -112,16 +113,16 @@ def _check_state(run: StepRuntime, state: State) -> None:
 def _check_read(run: StepRuntime, state: State) -> None:
     """Checks a state that is used without an update."""
     run.check_state(state)
-    run.learned.origin.check()
+    run.learned.origin.check(partial(differing, run, state))
 
 
-def _enter(run: StepRuntime) -> None:
+def _enter(run: StepRuntime, state: State) -> None:
     """Begins the work of a step."""
     check_trains("step")
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
-    run.learned.origin.leave()
+    run.learned.origin.leave(partial(differing, run, state))
 
 
 def _window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:

@@ -13,6 +13,7 @@ from fzero.runtime.init_state import InitFn
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import gather_flat
+from sharding import Sharded
 from sharding.views import torch_dtype
 
 
@@ -49,6 +50,25 @@ def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[
     if run.stages is not None and keep:
         return run.stages.all_of(full, keep=to == "all" or run.stages.is_first)
     return full
+
+
+def differing(run: StepRuntime, state: TrainState[Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
+    """The names of those of the model's tensors that differ from the values of a state, as far as this rank holds these."""
+    found = {name for name in tensors if name in state.buffers and not torch.equal(tensors[name], state.buffers[name])}
+    for buffer in run.plan.flat_buffers:
+        flat, start = state.params[buffer.key], 0
+        if buffer.flow.gathers_over and isinstance(buffer.params.spec, Sharded):
+            shard = run.plan.mesh.shard_of(run.rank, buffer.params.spec)
+            start = buffer.params.partition(run.plan.mesh).bounds(shard)[0]
+        for name in tensors.keys() & set(buffer.layout.names):
+            if not isinstance(flat, Tensor):  # in a file
+                found.add(name)
+                continue
+            first, stop = (min(max(place - start, 0), flat.numel()) for place in buffer.layout.bounds(name))
+            own = tensors[name].detach().reshape(-1)[first + start - buffer.layout.bounds(name)[0] :][: stop - first]
+            if not torch.equal(own.to(flat.device, flat.dtype), flat[first:stop]):
+                found.add(name)
+    return found
 
 
 def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:

@@ -1,0 +1,204 @@
+"""`Origin`: the modules and tensors of a model as its step knows them. It finds what a script changes between two calls.
+
+A step reads the model when it is made: names, shapes, ties. A state copies the values. So a module that is replaced later, or a
+value that is written into the model, does not reach the state. `Origin.check` runs at each use of a state:
+
+- modules, parameters and buffers are compared by identity, and parameters and buffers by their version and address, too. This is
+  a loop in C over the dicts of the modules, about half a microsecond for each module and each tensor;
+- only where something differs is the model read. What changes nothing that a state holds is accepted: another container of the
+  same modules, a module without parameters, `model.to("meta")`, a value that is the state's own.
+
+Writes through `param.data` have no count, and are found before the first step only, where the values are read.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from itertools import chain, compress
+from operator import attrgetter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from fzero.model.own_params import StandIn, address, bits_of, shape_and_dtype, state_tensors
+
+Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
+"""The names of those of the given tensors that differ from the values of a state."""
+
+_DICTS = attrgetter("_modules", "_parameters", "_buffers")
+_CHILDREN = attrgetter("_modules")
+NEW_STEP = (
+    "change the model before make_train_step, or go on with a step of the changed model: full = step.gather(state); new = "
+    "make_train_step(model, cfg); state = new.init(params={**model.state_dict(), **full}), of `full` only those weights that you "
+    "want to keep (where all names and shapes are the same, make_train_step(model, cfg, after=step) and fzero.reshard(state, "
+    "step, new) keep values and optimizer state)"
+)
+
+
+class Origin:
+    """A model's modules and tensors when a step is made, and the values when a state is made from them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._is_open, self._has_begun, self._has_warned = model, True, False, False
+        self._bits: dict[str, Tensor] = {}  # of the values from which the state was made
+        now = dict(state_tensors(model))
+        self._kinds, self._ties = {name: shape_and_dtype(x) for name, x in now.items()}, _ties(now)
+        self._record(now)
+
+    def look(self, *, given: bool) -> None:
+        """Records the values of the tensors when a state is made from them; with `given`, the state has other values."""
+        if not self._is_open:
+            return
+        now = dict(state_tensors(self._model))
+        self._check_kinds(now)
+        self._has_begun, self._bits = False, {}
+        for name, x in () if given else now.items():
+            if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
+                self._bits[name] = bits_of(x)
+        self._record(now)
+        self._marks = None
+
+    def close(self) -> None:
+        """Ends the check: the model's tensors are views of a state."""
+        self._is_open, self._bits = False, {}
+
+    def leave(self, differing: Differing) -> None:
+        """`check` at a step. At a state's first one it reads the values."""
+        if not self._has_begun:
+            self._marks = None
+        self.check(differing)
+        self._has_begun = True
+
+    def check(self, differing: Differing) -> None:
+        """Checks the model at a use of a state.
+
+        Args:
+            differing: the names of those of the given tensors that differ from the values of the state.
+
+        Raises:
+            ValueError: the model has other modules, parameters or buffers than its step, or before the first step other values
+                than the state.
+        """
+        if not self._is_open:
+            return
+        values, keys = self._look()
+        is_same = not self._gone and [*map(id, values)] == self._ids and keys == self._keys
+        if is_same and self._marks is not None and self._marks_of(values) == self._marks:
+            return
+        now = dict(state_tensors(self._model))
+        self._check_kinds(now)
+        self._check_values(now, differing)
+        self._record(now)
+
+    # --- what is compared ------------------------------------------------------------------------------------------
+
+    def _record(self, now: Mapping[str, Tensor]) -> None:
+        """Records the modules and tensors as they are."""
+        self._modules = list(self._model.modules())
+        self._parents = [module for module in self._modules if module._modules]
+        self._gone = gone = list[Any]()  # filled when a tensor is freed: then its identity may become that of another
+        self._tensors = {name: ref(x, gone.append) for name, x in now.items()}
+        self._owners = dict(self._model.named_modules(remove_duplicate=False))
+        values, self._keys = self._look()
+        self._ids = [*map(id, values)]
+        counted = {id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)}
+        self._is_counted = [id(x) in counted for x in values]
+        self._marks: list[tuple[int, int]] | None = self._marks_of(values)
+        self._marks_by_id = dict(zip(compress(self._ids, self._is_counted), self._marks, strict=True))
+
+    def _look(self) -> tuple[list[Any], list[str]]:
+        values = [*chain.from_iterable(map(dict.values, chain.from_iterable(map(_DICTS, self._modules))))]
+        return values, [*chain.from_iterable(map(_CHILDREN, self._parents))]
+
+    def _marks_of(self, values: list[Any]) -> list[tuple[int, int]]:
+        with torch._C.DisableTorchFunctionSubclass():
+            return [(x._version, x.data_ptr()) for x in compress(values, self._is_counted)]
+
+    # --- where something differs -----------------------------------------------------------------------------------
+
+    def _check_kinds(self, now: Mapping[str, Tensor]) -> None:
+        """Raises where names, shapes, dtypes or ties differ, or a tensor has moved to another name."""
+        found = {name: shape_and_dtype(x) for name, x in now.items()}
+        if differing := [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]:
+            from fzero.model.errors import kind_text
+
+            then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
+            raise ValueError(
+                f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; {NEW_STEP}"
+            )
+        known = {id(x): name for name, then in self._tensors.items() if (x := then()) is not None}
+        for name, x in now.items():
+            before = known.get(id(x), name)
+            if self._ties[before] != self._ties[name]:
+                raise ValueError(
+                    f"model: must not change after the step is made, and {name!r} is the tensor that was {before!r} (modules in "
+                    f"another order, or newly tied), where the state has values of its own; {NEW_STEP}"
+                )
+        here = {name: x for name, x in now.items() if not x.is_meta}  # moving a module to meta unties it
+        for name, first in _ties(here).items():
+            if self._ties[first] != self._ties[name]:
+                raise ValueError(
+                    f"model: must not change after the step is made, and {name!r} is newly tied to {first!r}; {NEW_STEP}"
+                )
+        for name, first in self._ties.items():
+            if name in here and first in here and here[name] is not here[first]:
+                raise ValueError(
+                    f"model: must not change after the step is made, and {name!r} is no longer tied to {first!r}; {NEW_STEP}"
+                )
+
+    def _check_values(self, now: Mapping[str, Tensor], differing: Differing) -> None:
+        """Raises, or warns, where tensors were replaced or written to."""
+        before = {name: then() for name, then in self._tensors.items()}
+        replaced = {name for name, x in now.items() if before[name] is not x and not self._is_freed(name, x)}
+        suspects = {name: x for name, x in now.items() if name in replaced or self._may_be_written(name, x)}
+        changed = {
+            name: x
+            for name, x in suspects.items()
+            if name not in self._bits or not torch.equal(bits_of(x), self._bits[name])
+        }
+        if not changed:
+            return
+        if not self._has_begun and (names := changed.keys() & self._bits.keys()):
+            raise ValueError(
+                f"model: must keep its values from init to the first step, and {min(names)!r} was changed since "
+                f"(load_state_dict, a reset, another module), which the state does not see; call init after the change, or "
+                f"init(params=state_dict)"
+            )
+        lost = differing(changed)
+        if found := sorted(replaced.intersection(lost)):
+            raise ValueError(
+                f"model: must not change after the step is made, and {found[0]!r} is another tensor now (its module or the tensor "
+                f"was replaced), whose values the state does not have; {NEW_STEP}"
+            )
+        if lost and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"model: {min(lost)!r} was written to after the step was made (load_state_dict, fill_, a reset), and the step "
+                f"computes with the values of the state, which do not change; write into the state (state.buffers[name], "
+                f"step.with_weights), or make another one, step.init(params=model.state_dict()). Of a model that you only look "
+                f"at, take a copy (copy.deepcopy). This is said once",
+                stacklevel=5,
+            )
+
+    def _is_freed(self, name: str, x: Tensor) -> bool:
+        """Whether a module has lost its tensor to `model.to("meta")`."""
+        owner = self._model.get_submodule(name.rpartition(".")[0])
+        return x.is_meta and owner is self._owners[name.rpartition(".")[0]]
+
+    def _may_be_written(self, name: str, x: Tensor) -> bool:
+        """Whether a tensor's values must be looked at: before the first step, and where its version or address differs."""
+        if x.is_meta or id(x) not in self._marks_by_id:
+            return False
+        if self._marks is None and name in self._bits:
+            return True
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._marks_by_id[id(x)] != (x._version, x.data_ptr())
+
+
+def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """The first name of the same tensor, for each name."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(x), name) for name, x in tensors.items()}
