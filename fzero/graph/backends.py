@@ -77,7 +77,9 @@ def _inductor(
     graph = copy_of(module.graph)
     relax_views(graph)
     with torch.no_grad():
-        compiled: Any = compile_fx(GraphModule(module, graph), [node.meta["val"] for node in placeholders], config_patches=patches)
+        compiled: Any = compile_fx(
+            GraphModule(module, graph), [node.meta["val"] for node in placeholders], config_patches=patches
+        )
     return lambda tensors: compiled(*tensors)
 
 
