@@ -33,7 +33,6 @@ from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
 from fzero.model.origin import Origin
-from fzero.model.own_params import Origin
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import next_state

@@ -55,6 +55,7 @@ def make_runner(
         return _inductor(module, options, checkpoint, axes), graph
     scheduled = copy_of(graph)
     send_to_others(graph, axes)
+    relax_views(graph)
     forward = GraphModule(module, graph).forward
     return lambda tensors: forward(*tensors), scheduled
 
@@ -73,9 +74,27 @@ def _inductor(
         "fallback_random": True,  # the random numbers of the eager step
         "reorder_for_locality": False,  # it would move weight gradients, and so their reductions, to the end
     }
+    graph = copy_of(module.graph)
+    relax_views(graph)
     with torch.no_grad():
-        compiled: Any = compile_fx(module, [node.meta["val"] for node in placeholders], config_patches=patches)
+        compiled: Any = compile_fx(
+            GraphModule(module, graph), [node.meta["val"] for node in placeholders], config_patches=patches
+        )
     return lambda tensors: compiled(*tensors)
+
+
+def relax_views(graph: Graph) -> None:
+    """Lets each view of a graph copy where its input has other strides than in the trace. Changes the graph.
+
+    What runs a graph may choose other strides: Inductor's decompositions do, and so do kernels that have a formula of their own
+    for tensors without memory. Without in-place operators, a copy has the values of a view.
+    """
+    for view in _VIEWS:
+        for node in graph.find_nodes(op="call_function", target=view):
+            node.target = aten.reshape.default
+
+
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 
 @cache

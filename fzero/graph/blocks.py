@@ -4,10 +4,14 @@ While the model is bound, the `forward` of each unit that is one module becomes 
 takes the module, its parameters and its buffers as arguments. Blocks that differ only in their tensors share a
 compilation, because torch.compile's guards are the same for all of them. Gathers, reductions and the update are those of
 the eager step: the tensors that the compiled forward saves for its backward are views of gathered buffers, too.
+
+Hooks are Python code, which torch.compile neither guards nor compiles in full. Those of the block itself run around its
+compiled forward. A block with hooks on modules inside it runs as it is, as do all blocks under hooks of all modules.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -17,6 +21,7 @@ import torch._dynamo
 from torch import Tensor, nn
 
 from fzero.graph.backends import mend_reductions
+from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, replaced_forwards, with_own_code
 from fzero.model.own_params import as_plain
 
@@ -33,7 +38,7 @@ class CompiledBlocks:
     def __init__(
         self, names: Sequence[str], backend: Literal["inductor", "aot_eager"], *, num_lengths: int = 0
     ) -> None:
-        self.names, self._num_lengths = tuple(names), num_lengths
+        self.names, self._num_lengths, self._is_warned = tuple(names), num_lengths, False
         if backend == "inductor":
             mend_reductions()
         # fallback_random: the random numbers of the eager step.
@@ -51,26 +56,70 @@ class CompiledBlocks:
         # Modules that differ in an attribute (a layer's number) are compiled one by one.
         most = 8 + 2 * len(self.names) * (1 + self._num_lengths)
 
+        forward_only = _ForwardOnly(block)
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            params = {name: tensor for name, _, _, tensor in _slots(block, "_parameters")}
-            buffers = {name: tensor for name, _, _, tensor in _slots(block, "_buffers")}
+            if (hooked := _hooked_inside(block)) is not None:
+                self._warn(name, hooked)
+                with _own_forward(block, own):
+                    return block.forward(*args, **kwargs)
+            params = {key: tensor for key, _, _, tensor in _slots(block, "_parameters")}
+            buffers = {key: tensor for key, _, _, tensor in _slots(block, "_buffers")}
             with _unbound(block, own), torch._dynamo.config.patch(recompile_limit=most):
-                output, replaced = self._run(block, params, buffers, args, kwargs)
-            for name, slots, key, _ in list(_slots(block, "_buffers")):
-                if name in replaced:
-                    slots[key] = replaced[name]
+                output, replaced = self._run(forward_only, params, buffers, args, kwargs)
+            for path, slots, key, _ in list(_slots(block, "_buffers")):
+                if path in replaced:
+                    slots[key] = replaced[path]
             return output
 
         return forward
 
+    def _warn(self, name: str, hooked: str) -> None:
+        """Reports once that blocks run as they are."""
+        if not self._is_warned:
+            self._is_warned = True
+            where = f"{name}.{hooked}" if hooked else "all modules (torch.nn.modules.module.register_module_…_hook)"
+            warnings.warn(
+                f"compile: 'block' compiles no block with hooks on modules inside it, so such blocks run as they are, got "
+                f"hooks on {where}; remove them, move them to the block itself, or pass compile='step'",
+                stacklevel=2,
+            )
+
+
+class _ForwardOnly(nn.Module):
+    """Calls the forward of a block without its hooks and its `__call__`: these have run, or run afterwards, outside."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block.forward(*args, **kwargs)
+
 
 def _run_block(
-    block: nn.Module, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any
+    block: _ForwardOnly, params: dict[str, Tensor], buffers: dict[str, Tensor], args: Any, kwargs: Any
 ) -> tuple[Any, dict[str, Tensor]]:
     """The output of a module called with these tensors, and the buffers that it replaced."""
-    given = {**params, **buffers}
+    given = {f"block.{name}": tensor for name, tensor in (*params.items(), *buffers.items())}
     output = torch.func.functional_call(block, given, args, kwargs, tie_weights=False)
-    return output, {name: given[name] for name in buffers if given[name] is not buffers[name]}
+    now = {name: given[f"block.{name}"] for name in buffers}
+    return output, {name: tensor for name, tensor in now.items() if tensor is not buffers[name]}
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _hooked_inside(block: nn.Module) -> str | None:
+    """The first module inside a block that has hooks; "" where all modules have some; None if there are no hooks."""
+    if torch.nn.modules.module._has_any_global_hook():
+        return ""
+    for name, module in block.named_modules():
+        if module is not block:
+            for kind in _HOOKS:
+                if any(hook is not fill_flat_weights for hook in getattr(module, kind).values()):
+                    return name
+    return None
 
 
 def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
@@ -87,15 +136,24 @@ def _slots(block: nn.Module, kind: str) -> Iterator[tuple[str, dict[str, Any], s
 def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
     """In the body, a bound module has plain dicts of parameters, which torch.compile can trace."""
     bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
-    forward = block.__dict__.pop("forward")
-    block.__dict__.update(own)
     try:
         for module, parameters in bound:
             # A partitioned parameter of the engine (`fzero.engine.param_views`) is replaced by its plain parameter.
             own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
             module.__dict__["_parameters"] = own_parameters
-        yield
+        with _own_forward(block, own):
+            yield
     finally:
         for module, parameters in bound:
             module.__dict__["_parameters"] = parameters
+
+
+@contextmanager
+def _own_forward(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
+    """In the body, a block has its own forward, not the one that runs it compiled."""
+    forward = block.__dict__.pop("forward")
+    block.__dict__.update(own)
+    try:
+        yield
+    finally:
         block.__dict__["forward"] = forward

@@ -93,7 +93,7 @@ class Binding:
         found = [(place, place.module._parameters, place.module._buffers) for place in places]
         recurrent = [place.module for place in places if isinstance(place.module, nn.RNNBase)]
         flat_weights = [(module, module._flat_weights, module._flat_weight_refs) for module in recurrent]
-        hooks = [module.register_forward_pre_hook(_fill_flat_weights) for module in recurrent]
+        hooks = [module.register_forward_pre_hook(fill_flat_weights) for module in recurrent]
         slots: list[_BufferSlot] = []
         own, marks = self._named([(place, own_parameters) for place, own_parameters, _ in found])
         names_of, fetch = self._names_of, partial(marked, fetch, marks) if marks else fetch
@@ -386,7 +386,7 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
     return named_parameters
 
 
-def _fill_flat_weights(module: nn.RNNBase, inputs: Any) -> None:
+def fill_flat_weights(module: nn.RNNBase, inputs: Any) -> None:
     """Recurrent modules keep a list of their weights beside `_parameters`, and hand that list to the kernel."""
     module._flat_weights = [
         getattr(module, name) if hasattr(module, name) else None for name in module._flat_weights_names

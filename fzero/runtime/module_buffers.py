@@ -40,7 +40,7 @@ def make_equal(
     has_news: bool,
     ranges: Collection[str] = (),
 ) -> frozenset[str]:
-    """Makes buffers that steps change equal on all ranks, in place: averages floating and complex ones, takes rank 0's values for others.
+    """Makes buffers that steps change equal on all ranks, in place: the mean of numbers with a point, rank 0's values of others.
 
     *Collective:* every rank.
 
