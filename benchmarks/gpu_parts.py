@@ -50,7 +50,7 @@ LAWS = {
     "random numbers of the device": Row(probes.random_numbers, 30, "eager"),
     "activation checkpointing": Row(probes.recomputed, 30, "eager"),
     "gradient accumulation": Row(probes.accumulated, 30, "eager"),
-    "threads of the device: ranks in lockstep": Row(probes.lockstep, 40, "simulated"),
+    "ranks in lockstep": Row(probes.lockstep, 40, "simulated"),
     "ranks as a dimension": Row(probes.as_dimension, 60, "simulated"),
     "generation": Row(probes.generation, 30, "simulated"),
     "out of memory": Row(probes.out_of_memory, 45, "simulated"),

@@ -206,7 +206,9 @@ def accumulated(scale: Scale) -> dict[str, Any]:
 
 
 def lockstep(scale: Scale) -> dict[str, Any]:
-    """Two ranks as threads of one process, whose backwards run on the device's threads: all stages have the same bits."""
+    """Two ranks as threads of one process: all stages have the same bits."""
+    if scale.on_card:
+        return {"not_run": "ranks in lockstep are on the CPU only"}
     return close("difference from stage 0", *_simulated(scale, "lockstep"))
 
 
