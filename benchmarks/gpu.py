@@ -34,7 +34,7 @@ from typing import Any, NoReturn
 from gpu_lanes import Lane, end_all, forget_compiled
 from gpu_page import page, verdict
 from gpu_parts import PARTS, TOTAL, Row
-from gpu_scale import CARD, TINY, forget, keep, replace_file, repeatable
+from gpu_scale import CARD, TINY, forget, keep, repeatable, replace_file
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
 PACKAGES = ("numpy", "optree", "einops", "pydantic", "triton", "pytest", "hypothesis")
@@ -240,7 +240,9 @@ def options_of(given: list[str] | None = None) -> argparse.Namespace:
     for name, part in PARTS.items():
         parser.add_argument(f"--{name}", dest="parts", action="append_const", const=name, help=part.about)
     parser.add_argument("--rows", default="", help="names of rows, joined by ;")
-    parser.add_argument("--again", action="store_true", help="also rows that have passed at this commit on this machine")
+    parser.add_argument(
+        "--again", action="store_true", help="also rows that have passed at this commit on this machine"
+    )
     parser.add_argument("--seconds", type=float, help="for the whole call, in place of its parts' own")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--tiny", action="store_true", help="on the processor, with small models")

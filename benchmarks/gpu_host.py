@@ -45,7 +45,9 @@ def on_host(index: int, where: str = "optimizer on the host") -> Callable[[Scale
         width, num_blocks = scale.host[index]
         needed = HOST_BYTES[where] * num_params(size_of(scale, width, num_blocks))
         if needed > 0.95 * memory_available():
-            return {"not_run": f"needs {needed / 2**30:.0f} GiB of host memory, has {memory_available() / 2**30:.0f} GiB"}
+            return {
+                "not_run": f"needs {needed / 2**30:.0f} GiB of host memory, has {memory_available() / 2**30:.0f} GiB"
+            }
         host = {"device": "cpu", "pin_memory": scale.on_card}
         zero = {"offload_optimizer": host} | ({"offload_param": host} if where == "all on the host" else {})
         return trained(scale, width, num_blocks, stage=3 if "offload_param" in zero else 2, zero=zero)

@@ -67,5 +67,3 @@ def checkpoint(scale: Scale) -> dict[str, Any]:
         laws.check(f"bf16, stage {stage}, difference after a resume", difference(found, expected), 0)
     shutil.rmtree(folder, ignore_errors=True)
     return laws.result()
-
-

@@ -45,7 +45,9 @@ def run_lines(runs: list[dict[str, Any]]) -> list[str]:
         where = "; ".join(run["cards"]) or "no card"
         power = f", power limit, clock and driver {run['power']}" if run["power"] else ""
         system = ", ".join(f"{key} {value}" for key, value in run["system"].items())
-        lines += [f"{index + 1}. `{run['command']}`, {run['date']}, commit {run['commit']}, {run['result']}: {where}{power}; "]
+        lines += [
+            f"{index + 1}. `{run['command']}`, {run['date']}, commit {run['commit']}, {run['result']}: {where}{power}; "
+        ]
         lines[-1] += f"{system}; {versions}."
     versions = runs[-1]["versions"]
     others = [f"{key} {x}" for key, of in VERSIONS.items() for x in of if not versions[key].startswith(f"{x}.")]
@@ -84,7 +86,10 @@ def speed_table(rows: Rows, *, tiny: bool) -> list[str]:
     ]
     cells = []
     for name, row in speed.items():
-        peak, plan = row.get("peak_mib"), planned.get(f"stage {name[13:14]}") if name.startswith("fzero, stage") else None
+        peak, plan = (
+            row.get("peak_mib"),
+            planned.get(f"stage {name[13:14]}") if name.startswith("fzero, stage") else None,
+        )
         cells.append(
             (
                 name,
@@ -101,7 +106,8 @@ def speed_table(rows: Rows, *, tiny: bool) -> list[str]:
             )
         )
     names = (
-        "tokens/s", "/ best plain", "step, ms", "TFLOP/s", "MFU", "peak, MiB", "planned, MiB", "first step, s", "last loss", "run",
+        "tokens/s", "/ best plain", "step, ms", "TFLOP/s", "MFU", "peak, MiB", "planned, MiB", "first step, s",
+        "last loss", "run",
     )  # fmt: skip
     lines += _table(names, cells)
     own = {name: row["tokens_per_second"] for name, row in speed.items() if name.startswith("fzero")}
@@ -120,7 +126,7 @@ def idle_lines(rows: Rows) -> list[str]:
     lines = ["## Idle times of the device", ""]
     for name, row in found.items():
         lines.append(
-            f"- **{name}** (run {_run_of(row)}): {row['idle']:.1%} of {row['ms']:.1f} ms, which is {row['idle_ms']:.2f} ms a step "
+            f"- **{name}** (run {_run_of(row)}): {row['idle']:.1%} of {row['ms']:.1f} ms, {row['idle_ms']:.2f} ms a step "
             f"(goal: at most 3 %), {row['kernels']:.0f} kernels and copies; under torch.profiler, which slows the host. Longest:"
         )
         lines += [f"  - {gap['gap_ms']:.3f} ms before {gap['before']}" for gap in row["rows"]]
@@ -150,7 +156,8 @@ def host_table(rows: Rows) -> list[str]:
         for name, row in found.items()
     ]
     names = (
-        "parameters, 10⁹", "tokens/s", "step, ms", "TFLOP/s", "of native", "peak, MiB", "host, MiB", "init, s", "first step, s", "run",
+        "parameters, 10⁹", "tokens/s", "step, ms", "TFLOP/s", "of native", "peak, MiB", "host, MiB", "init, s",
+        "first step, s", "run",
     )  # fmt: skip
     return [
         "## State in host memory",
@@ -181,7 +188,9 @@ def row_lines(title: str, rows: Rows) -> list[str]:
         lines += [f"  - {', '.join(f'{key}: {_short(x)}' for key, x in one.items())}" for one in row.get("rows", ())]
         if "tests" in row:
             lines += [f"  - {file}: {counts}" for file, counts in row["files"].items()]
-            lines += [f"  - failed: {x['name']}: {x['said'].splitlines()[-1][:300]}" for x in row["failed"] if x["said"]]
+            lines += [
+                f"  - failed: {x['name']}: {x['said'].splitlines()[-1][:300]}" for x in row["failed"] if x["said"]
+            ]
             lines += [f"  - {num} skipped: {why}" for why, num in row["skipped"].items()]
     return [*lines, ""]
 

@@ -52,7 +52,9 @@ def card(scale: Scale) -> dict[str, Any]:
 def first_step(scale: Scale) -> dict[str, Any]:
     """Stage 0 in fp32 with SGD against a plain loop."""
     found = small_training(scale.device, stage=0, optimizer=SGD)
-    return close("largest difference of a weight from a plain loop", difference(found, plain_training(scale.device)), 1e-6)
+    return close(
+        "largest difference of a weight from a plain loop", difference(found, plain_training(scale.device)), 1e-6
+    )
 
 
 def transfers(scale: Scale) -> dict[str, Any]:
@@ -93,7 +95,9 @@ def waits(scale: Scale) -> dict[str, Any]:
     for precision in PRECISIONS:
         for stage in (0, 3):
             found = waits_of_step(stage, PRECISIONS[precision])
-            rows.append({"step": f"{precision}, stage {stage}", "waits": len(found), "where": "; ".join(sorted({*found}))})
+            rows.append(
+                {"step": f"{precision}, stage {stage}", "waits": len(found), "where": "; ".join(sorted({*found}))}
+            )
     return {"passed": not any(row["waits"] for row in rows), "rows": rows}
 
 
@@ -189,7 +193,9 @@ def kernels(scale: Scale) -> dict[str, Any]:
         return [*(x.detach().cpu() for x in params), norm.cpu()]
 
     pairs = zip(updated(scale.device), updated("cpu"), strict=True)
-    return close("largest relative difference", max(float(((x - y) / (1 + y.abs())).abs().max()) for x, y in pairs), 1e-5)
+    return close(
+        "largest relative difference", max(float(((x - y) / (1 + y.abs())).abs().max()) for x, y in pairs), 1e-5
+    )
 
 
 def recomputed(scale: Scale) -> dict[str, Any]:

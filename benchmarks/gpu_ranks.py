@@ -75,7 +75,9 @@ def absent(scale: Any) -> dict[str, Any]:
     if not scale.on_card:
         return {"not_run": "needs a card"}
     code, text, _ = run_job("absent", scale.device, "--timeout", str(SECONDS_TO_WAIT["cuda"]), ranks=2)
-    named = [line[line.index("rank 1 ") :] for line in text.splitlines() if "rank 1 " in line and "has not come" in line]
+    named = [
+        line[line.index("rank 1 ") :] for line in text.splitlines() if "rank 1 " in line and "has not come" in line
+    ]
     row = {"report": named[0][:300]} if named else {"error": f"exit {code}: {_last_line(text)}", "end": text[-1500:]}
     return {"passed": bool(named) and code != 0, "rows": [row]}
 

@@ -152,7 +152,7 @@ def plain_training(device: str, num_steps: int = 4) -> dict[str, Any]:
 
 
 def difference(found: dict[str, Any], expected: dict[str, Any], but: str = "-") -> float:
-    """The largest difference of two weights, `but` for those of a name; NaN if one has a NaN, which Python's `max` may pass over."""
+    """The largest difference of two weights, `but` for those of a name; NaN if one has a NaN, which `max` may pass over."""
     import torch
 
     named = [(x, expected["weights"][k]) for k, x in found["weights"].items() if but not in k]

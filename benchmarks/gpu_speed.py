@@ -32,7 +32,9 @@ def num_params(size: Any) -> int:
 
 
 def operations_per_token(size: Any) -> int:
-    return 6 * num_params(size) + 6 * size.num_blocks * size.width * size.context  # causal attention: half of the scores
+    return (
+        6 * num_params(size) + 6 * size.num_blocks * size.width * size.context
+    )  # causal attention: half of the scores
 
 
 def rate_of_products(scale: Scale) -> float:
@@ -182,7 +184,11 @@ def fsdp2(compiled: bool) -> Callable[[Scale], dict[str, Any]]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         dist.init_process_group(
-            "nccl" if scale.on_card else "gloo", store=dist.HashStore(), rank=0, world_size=1, device_id=nccl_device(scale)
+            "nccl" if scale.on_card else "gloo",
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            device_id=nccl_device(scale),
         )
 
         def make(size: Any) -> Step:
@@ -317,7 +323,9 @@ def idle(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: i
     >>> found["idle"], [gap["before"] for gap in found["rows"]]
     (0.1, ['c'])
     """
-    spans = sorted((x["ts"], x["ts"] + x["dur"], x["name"]) for x in events if x.get("cat") in categories and "dur" in x)
+    spans = sorted(
+        (x["ts"], x["ts"] + x["dur"], x["name"]) for x in events if x.get("cat") in categories and "dur" in x
+    )
     if not spans:
         return {"passed": False, "error": "the trace has no event of the device"}
     start, until, waits = spans[0][0], spans[0][0], list[tuple[float, str]]()

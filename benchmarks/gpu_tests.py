@@ -41,7 +41,11 @@ def run_tests(scale: Scale) -> dict[str, Any]:
             running.kill()
     found = found_in(lines)
     if running.returncode not in (0, 1, 5) and not found["failed"]:
-        return found | {"passed": False, "error": f"pytest ended with {running.returncode}", "traceback": log.read_text()[-6000:]}
+        return found | {
+            "passed": False,
+            "error": f"pytest ended with {running.returncode}",
+            "traceback": log.read_text()[-6000:],
+        }
     return found
 
 

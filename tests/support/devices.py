@@ -98,7 +98,9 @@ def group_of_one() -> Iterator[None]:
 
 
 def add_options(parser: pytest.Parser) -> None:
-    parser.addoption("--device", choices=["cpu", "cuda", "pretended"], default=where(), help="where models and batches are")
+    parser.addoption(
+        "--device", choices=["cpu", "cuda", "pretended"], default=where(), help="where models and batches are"
+    )
     parser.addoption("--until", type=float, help="the time (in seconds since 1970) after which no test begins")
     parser.addoption("--lines", type=Path, help="a file that gets one line of JSON for each test")
 
@@ -146,7 +148,9 @@ def report(config: pytest.Config, report: pytest.TestReport) -> None:
     if report.failed:
         said = report.longreprtext[-1500:]
     elif report.skipped:
-        said = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        said = (
+            report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        )
         outcome = "not reached" if said == NOT_REACHED else "skipped"  # type: ignore[assignment]
     line = {"name": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "said": said}
     with path.open("a") as file:
