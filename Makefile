@@ -12,7 +12,7 @@ WORKERS ?= $(CORES)
 # Tests start hundreds of processes; each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo docs figures gpu memcheck mutants test test-all nightly lint bench env clean
+.PHONY: demo docs figures gpu gpu-wheels memcheck mutants test test-all nightly lint bench env clean
 .DEFAULT_GOAL := help
 
 help:
@@ -67,6 +67,15 @@ figures: env  ## the usual sets of figures of docs/performance.md, one after the
 
 gpu:  ## fzero's laws and speed on a card, in ten minutes, by this machine's own Python; ARGS="--tiny" runs it on a processor
 	exec $(PYTHON) benchmarks/gpu.py $(ARGS)
+
+# Wheels are for the machine with the card: GPU_PYTHON is its Python.
+GPU_PYTHON ?= 3.12
+gpu-wheels:  ## fetch what `make gpu` may miss on a machine without a network, into wheels/ (4 MB)
+	rm -rf wheels
+	$(PYTHON) -m pip download --quiet --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		--platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 --platform manylinux2014_x86_64 \
+		--dest wheels optree pydantic hjson
+	ls -l wheels
 
 clean:  ## remove what the commands above made
 	rm -rf $(VENV) build out *.egg-info

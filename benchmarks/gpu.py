@@ -1,53 +1,58 @@
-"""Everything that needs a card, in one command: fzero's laws on it, its speed beside peers, and the largest model that trains.
+"""Everything that needs a card, in one command: which paths work on it, fzero's laws, its speed beside peers, and its tests.
 
-    make gpu                                    all parts, at most ten minutes on one card
-    make gpu ARGS="--parts 'stages;checkpoint'"   some of them
-    python benchmarks/gpu.py --tiny             every part on this machine's processor, to see that it runs
+    make gpu                                  all parts, at most ten minutes on one card
+    make gpu ARGS="--laws"                    one of --laws, --speed, --host-state, --tests; some of them, in their order
+    make gpu ARGS="--rows 'FSDP2;compile=step'"   some rows, by name
+    make gpu ARGS="--tiny"                    all parts on this machine's processor, to see that they run
 
-It takes the Python that calls it, downloads nothing, and names the package that is missing. Each part is a process of its own,
-so one that fails ends no other. Its limit is its own seconds in `PARTS` and what earlier parts have left of theirs.
-`results.json` and `report.md` are written anew before and after each part, so that an interrupted run keeps what it has measured.
+It takes the Python that calls it. Packages that are missing there come from the folder that `make gpu-wheels` has filled;
+nothing is downloaded. Rows run in processes that are started anew after one that failed, so that no row ends another; each has
+a limit of seconds. `results.json` and `report.md` are written anew when a row begins or ends, and keep the results of earlier
+calls: what has passed at the same commit on the same machine is not run again (but for `--again` and `--rows`).
 """
 
 import argparse
+import faulthandler
+import importlib
 import importlib.util
 import json
 import os
 import platform
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import traceback
 import uuid
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NoReturn
 
-from gpu_parts import CARD, PARTS, PLAIN, TINY, TOTAL, keep, replace_file
+from gpu_lanes import Lane, end_all, forget_compiled
+from gpu_page import page, verdict
+from gpu_parts import PARTS, TOTAL, Row
+from gpu_scale import CARD, TINY, forget, keep, repeatable, replace_file
 
 NEEDED = ("torch", "numpy", "optree", "einops", "pydantic", "rich", "hjson")
-VERSIONS = {"torch": ("2.11", "2.12", "2.13"), "python": ("3.11", "3.12", "3.13")}
-PACKAGES = ("numpy", "optree", "einops", "pydantic", "triton", "deepspeed")
-GOALS = {PLAIN: 1.0, "DeepSpeed 2": 1.3}
-"""How many times the tokens per second of a contender fzero should train."""
+PACKAGES = ("numpy", "optree", "einops", "pydantic", "triton", "pytest", "hypothesis")
 ROOT = Path(__file__).parents[1]
+WHEELS = ROOT / "wheels"
 SECONDS_TINY = 900
-"""Of each part with `--tiny`: a processor, which others may use, compiles for minutes."""
-
-
+"""Of each row with `--tiny`: a processor, which others may use, compiles for minutes."""
+CORES_PER_LANE = 3
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+# --- where it runs ---------------------------------------------------------------------------------------------------
+
+
 def machine() -> dict[str, Any]:
-    """Where and with what the parts run, with names for a reader."""
+    """Where and with what the rows run, with names for a reader."""
     import torch
 
-    commit = ""
-    with suppress(OSError):  # git is not installed
-        command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -56,8 +61,9 @@ def machine() -> dict[str, Any]:
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or "unknown",
+        "commit": commit(),
         "cards": [f"{card.name}, {card.total_memory / 2**30:.1f} GiB" for card in cards],
+        "power": said_by("nvidia-smi", "--query-gpu=power.limit,clocks.max.sm,driver_version", "--format=csv,noheader"),
         "system": {
             "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
             "cores": len(os.sched_getaffinity(0)),
@@ -68,158 +74,158 @@ def machine() -> dict[str, Any]:
     }
 
 
-def forget_compiled(folder: Path) -> None:
-    """Removes what was compiled: a compiler that was killed leaves locks and empty files, on which later ones wait or fail."""
-    shutil.rmtree(folder / "compiled", ignore_errors=True)
+def commit() -> str:
+    """Of the folder; a copy without its history may name it in `GPU_COMMIT`."""
+    return os.environ.get("GPU_COMMIT") or said_by("git", "describe", "--always", "--dirty", "--exclude=*") or "unknown"
 
 
-def not_possible(name: str, options: argparse.Namespace) -> str | None:
-    """Why a part cannot run here, if it cannot."""
-    if name == "DeepSpeed 2" and importlib.util.find_spec("deepspeed") is None:
-        return "deepspeed is not installed"
-    if name == "between ranks" and options.cards < 2:
-        return f"needs two cards, and this machine has {options.cards}"
-    return None
+def said_by(*command: str) -> str:
+    with suppress(OSError, subprocess.TimeoutExpired):  # it is not installed
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30).stdout.strip()
+    return ""
 
 
-def run_part(name: str, later: list[str], options: argparse.Namespace) -> dict[str, Any]:
-    """One part in a process of its own, before the parts `later`."""
-    if name not in PARTS:
-        return {"passed": False, "error": "no part has this name"}
-    if reason := not_possible(name, options):
-        return {"not_run": reason}
-    seconds: float = SECONDS_TINY
-    if not options.tiny:
-        kept_free = sum(PARTS[x][1] for x in later if x in PARTS and not not_possible(x, options))
-        seconds = options.until - kept_free - time.time()
-    answer = options.out / "part.json"
-    answer.unlink(missing_ok=True)
-    command = [sys.executable, __file__, "--part", name, "--out", str(options.out), "--seconds", str(seconds)]
-    command += ["--tiny"] * options.tiny
-    stderr = None
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as part:
+def install(missing: list[str], folder: Path) -> str:
+    """Installs packages from the folder of wheels, for this run alone. Returns what is in the way, if something is."""
+    fix = f"run `make gpu-wheels` where there is a network, or pip install {' '.join(missing)}, or set PYTHON="
+    if not any(WHEELS.glob("*.whl")):
+        return f"{sys.executable} must have {', '.join(missing)}; {fix}"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-compile", "--no-cache-dir"]
+    command += ["--upgrade", "--target", str(folder), "--find-links", str(WHEELS), *missing]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PIP_CONFIG_FILE": os.devnull})
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    if done.returncode or any(importlib.util.find_spec(name) is None for name in missing):
+        lines = done.stderr.strip().splitlines() or ["pip said nothing"]
+        return f"{WHEELS.name}/ has no {', '.join(missing)} for Python {platform.python_version()} ({lines[-1]}); {fix}"
+    return ""
+
+
+# --- the process of a lane -------------------------------------------------------------------------------------------
+
+
+def work(options: argparse.Namespace) -> int:
+    """Runs rows one after the other; ends after one that failed, for what it left behind must not fail the next one."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    scale = TINY if options.tiny else CARD
+    if options.work == "laws":
+        repeatable()
+    for name in options.rows.split(";"):
+        os.environ["GPU_ROW"] = str(row_file(options.out, options.work, name))
+        begun = time.time()
+        os.environ["GPU_BEGUN"] = str(begun)
+        keep({})
         try:
-            with suppress(subprocess.TimeoutExpired):
-                stderr = part.communicate(timeout=seconds)[1]
+            found = PARTS[options.work].rows[name].run(scale)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            found = {"passed": False, "error": f"{type(error).__name__}: {lines[0][:500]}"}
+            found["traceback"] = traceback.format_exc()[-6000:]
+        keep(found | {"seconds": time.time() - begun, "ended": True})
+        if "error" in found:
+            return 1
+        forget()
+    return 0
+
+
+def row_file(out: Path, part: str, name: str) -> Path:
+    return out / "rows" / f"{part} {name}.json".replace("/", "-")
+
+
+# --- a part ----------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """One call of the command, whose results join those of earlier calls."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options, self.results = options, {"tiny": options.tiny, "runs": [], "parts": {}}
+        path = options.out / "results.json"
+        if path.exists():
+            earlier = json.loads(path.read_text())
+            if earlier.get("tiny") == options.tiny and "runs" in earlier:
+                self.results = earlier
+        command = shlex.join(["benchmarks/gpu.py", *sys.argv[1:]])
+        self.run = {"command": command, "result": "not ended"} | machine()
+        self.results["runs"].append(self.run)
+        self.index = len(self.results["runs"]) - 1
+        self.began = time.time()
+
+    @property
+    def num_cards(self) -> int:
+        return len(self.run["cards"])
+
+    def rows_of(self, part: str) -> dict[str, Row]:
+        """What is to be done of a part."""
+        rows, asked = PARTS[part].rows, self.options.rows
+        if asked:
+            return {name: row for name, row in rows.items() if name in asked.split(";")}
+        return {name: row for name, row in rows.items() if self.options.again or not self.has_passed(part, name)}
+
+    def has_passed(self, part: str, name: str) -> bool:
+        """Whether an earlier call has measured this row with the same code on the same machine."""
+        row = self.results["parts"].get(part, {}).get(name, {})
+        if not row.get("passed") or "error" in row or part == "tests":
+            return False
+        of = self.results["runs"][row["run"]]
+        same = all(of[key] == self.run[key] for key in ("commit", "cards", "power", "versions"))
+        return bool(same) and not self.run["commit"].endswith(("-dirty", "unknown"))
+
+    def record(self, part: str, name: str, row: dict[str, Any]) -> None:
+        self.results["parts"].setdefault(part, {})[name] = {"seconds": 0.0} | row | {"run": self.index}
+
+    def write(self) -> None:
+        replace_file(self.options.out / "results.json", json.dumps(self.results, indent=1))
+        replace_file(self.options.out / "report.md", page(self.results))
+
+    def part(self, name: str, until: float) -> None:
+        """Runs the lanes of a part beside each other, as many as the cores allow, until its time is over."""
+        rows = self.rows_of(name)
+        self.run["result"] = f"not ended, {time.time() - self.began:.0f} s so far"
+        for row in rows:
+            self.record(name, row, {"not_run": "its turn did not come"})
+        of_lane: dict[str, list[str]] = {}
+        for row in rows:
+            of_lane.setdefault(rows[row].lane, []).append(row)
+        most = max(1, (os.cpu_count() or 1) // CORES_PER_LANE)
+        waiting, running = [self.lane(name, lane, names, until) for lane, names in of_lane.items()], list[Lane]()
+        try:
+            while waiting or running:
+                while waiting and len(running) < most:
+                    running.append(waiting.pop(0))
+                changed = False
+                for lane in running:
+                    for row, found in lane.poll():
+                        self.record(name, row, found)
+                        changed = True
+                        if "ended" in found:
+                            print(f"{name}: {row}: {verdict(found)} ({found['seconds']:.0f} s)", flush=True)
+                running = [lane for lane in running if not lane.is_done]
+                if changed:
+                    self.write()
+                if time.time() > until:
+                    waiting.clear()
+                time.sleep(0.05)
+        except KeyboardInterrupt:
+            for lane in running:
+                for row, found in lane.end("interrupted in it"):
+                    self.record(name, row, found)
+            raise
         finally:
-            end_all()
-    result: dict[str, Any] = json.loads(answer.read_text()) if answer.exists() else {"passed": False}
-    if stderr is None:
-        forget_compiled(options.out)
-        return result | {"error": f"took more than {seconds:.0f} s"}
-    if part.returncode or not answer.exists():
-        lines = stderr.strip().splitlines() or ["it wrote nothing"]
-        return result | {"error": f"exit {part.returncode}: {lines[-1][:500]}"}
-    return result
+            self.write()
 
-
-def started() -> list[int]:
-    """The processes that parts have started and that are there: they have this run's mark in their environment."""
-    mark, found = f"GPU_RUN={os.environ['GPU_RUN']}".encode(), []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
-
-
-def end_all() -> None:
-    """Ends all that a part has started, also what has a session or a process group of its own: ranks, and compilers of ninja."""
-    until = time.time() + 10
-    while (left := started()) and time.time() < until:
-        for process in left:
-            with suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
-        time.sleep(0.05)
-
-
-def verdict(part: dict[str, Any]) -> str:
-    """One line about a part."""
-    if "not_run" in part:
-        return f"not run: {part['not_run']}"
-    found = "passed" if part["passed"] else "failed"
-    if "tokens_per_second" in part:
-        found = f"{part['tokens_per_second']:.0f} tokens/s" + ("" if part["passed"] else ", loss is no number")
-    return f"{found}, {part['error']}" if "error" in part else found
-
-
-def page(results: dict[str, Any]) -> str:
-    """The results as a page in Markdown."""
-    found, parts = results["machine"], results["parts"]
-    versions = found["versions"]
-    others = [f"{key} {x}" for key, of in VERSIONS.items() for x in of if not versions[key].startswith(f"{x}.")]
-    lines = [f"# fzero on {'; '.join(found['cards']) or 'a processor'}", ""]
-    lines += [f"{found['date']}, commit {found['commit']}; {results['result']}.", ""]
-    if results["tiny"]:
-        lines += ["`--tiny`: small models on the processor. The speeds show that each part runs, and nothing else.", ""]
-    lines += [f"- {key}: {value}" for key, value in found["system"].items()]
-    lines += [f"- versions: {', '.join(f'{key} {value}' for key, value in versions.items())}"]
-    lines += [f"- not run: the other versions that fzero supports ({', '.join(others)})", "", "## Parts", ""]
-    for name, part in parts.items():
-        checks = f"{len(part['laws'])} checks, " if "laws" in part else ""
-        lines.append(f"- **{name}**: {verdict(part)} ({checks}{part['seconds']:.0f} s)")
-        failed = (row for row in part.get("laws", ()) if not row["passed"])
-        lines += [f"  - failed: {row['name']}: {row['found']:.3g}, at most {row['most']:.3g}" for row in failed]
-        lines += [f"  - {', '.join(f'{key}: {_short(x)}' for key, x in row.items())}" for row in part.get("rows", ())]
-    return "\n".join([*lines, *speed_table(parts, {} if results["tiny"] else GOALS)]) + "\n"
-
-
-def _short(value: Any) -> str:
-    return f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def speed_table(parts: dict[str, Any], goals: dict[str, float]) -> list[str]:
-    """The lines about the contenders that were measured, and how fzero stands to the `goals`."""
-    speed = {name: part for name, part in parts.items() if "tokens_per_second" in part}
-    if not speed:
-        return []
-    of = next(iter(speed.values()))
-    lines = ["", "## Speed", ""]
-    lines += [
-        f"A GPT of {of['parameters'] / 1e6:,.1f} M parameters in bf16 with AdamW on one device, {of['tokens']:,} tokens a step; "
-        f"the median of {of['num_steps']} steps after the one that compiles. `FLOP/s used`: those of the model (6 per parameter "
-        "and token, and causal attention), over the rate of one large bf16 matrix product in the same process. "
-        "`peak`: the most memory that tensors took on the card.",
-        "",
-    ]
-    names = (
-        "tokens/s",
-        "times plain",
-        "step, ms",
-        "FLOP/s used",
-        "product, TFLOP/s",
-        "peak, MiB",
-        "first step, s",
-        "last loss",
-    )
-    lines += [f"| | {' | '.join(names)} |", f"| --- |{' ---: |' * len(names)}"]
-    plain = speed.get(PLAIN, {}).get("tokens_per_second")
-    for name, part in speed.items():
-        cells = (
-            f"{part['tokens_per_second']:,.0f}",
-            f"{part['tokens_per_second'] / plain:.2f}" if plain else "–",
-            f"{part['ms']:.1f}",
-            f"{part['used']:.2f}",
-            f"{part['product_flops'] / 1e12:.3g}",
-            "–" if part["peak_mib"] is None else f"{part['peak_mib']:,.0f}",
-            f"{part['first_step_s']:.1f}",
-            f"{part['loss']:.3f}",
-        )
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    own = max((part["tokens_per_second"] for name, part in speed.items() if name.startswith("fzero")), default=None)
-    for name, goal in goals.items():
-        if own and name in speed:
-            ratio = own / speed[name]["tokens_per_second"]
-            lines += ["", f"The fastest of fzero over {name}: {ratio:.2f} (goal: at least {goal:.1f})."]
-    return lines
-
-
-def write(results: dict[str, Any], folder: Path) -> None:
-    """Both files anew; parts that were not reached are named."""
-    replace_file(folder / "results.json", json.dumps(results, indent=1))
-    replace_file(folder / "report.md", page(results))
+    def lane(self, part: str, lane: str, names: list[str], until: float) -> Lane:
+        out = self.options.out
+        command = [sys.executable, __file__, "--work", part, "--out", str(out), *["--tiny"] * self.options.tiny]
+        limits = {name: SECONDS_TINY if self.options.tiny else PARTS[part].rows[name].seconds for name in names}
+        files = {name: row_file(out, part, name) for name in names}
+        environment = os.environ | {
+            "GPU_UNTIL": str(until),
+            "TORCHINDUCTOR_CACHE_DIR": str(out / "compiled" / f"{part}-{lane}"),
+        }
+        if lane == "beside":
+            environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        return Lane(f"{part}-{lane}", command, limits, files, environment, until)
 
 
 def interrupt(*_: object) -> NoReturn:
@@ -229,60 +235,80 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def main() -> int:
+def options_of(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="fzero's laws and speed on a card.")
-    parser.add_argument("--parts", help=f"names, joined by ;, of: {'; '.join(PARTS)}")
+    for name, part in PARTS.items():
+        parser.add_argument(f"--{name}", dest="parts", action="append_const", const=name, help=part.about)
+    parser.add_argument("--rows", default="", help="names of rows, joined by ;")
+    parser.add_argument(
+        "--again", action="store_true", help="also rows that have passed at this commit on this machine"
+    )
+    parser.add_argument("--seconds", type=float, help="for the whole call, in place of its parts' own")
     parser.add_argument("--out", type=Path, default=Path("out/gpu"))
     parser.add_argument("--tiny", action="store_true", help="on the processor, with small models")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    options.until = time.time() + (options.seconds or TOTAL)
+    parser.add_argument("--work", choices=PARTS, help=argparse.SUPPRESS)
+    options = parser.parse_args(given)
+    options.out = options.out.resolve()
+    known = {row for part in PARTS.values() for row in part.rows}
+    if unknown := [name for name in options.rows.split(";") if options.rows and name not in known]:
+        parser.error(f"--rows: no row is called {unknown[0]!r}; the rows are {'; '.join(sorted(known))}")
+    wanted = options.parts or PARTS
+    options.parts = [name for name in PARTS if name in wanted]
+    if options.rows:
+        options.parts = [name for name in PARTS if {*PARTS[name].rows} & {*options.rows.split(";")}]
+    return options
+
+
+def main() -> int:
+    options = options_of()
     sys.path.insert(0, str(ROOT))
+    site = options.out / "site"
+    if site.exists() and options.work is None:
+        shutil.rmtree(site)
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"gpu: {sys.executable} must have {', '.join(missing)}; pip install {' '.join(missing)}, or set PYTHON=")
+    if missing and (trouble := install(missing, site)):
+        print(f"gpu: {trouble}")
         return 2
-    compiled = options.out.resolve() / "compiled"
-    os.environ |= {"TORCHINDUCTOR_CACHE_DIR": f"{compiled}/inductor", "TORCH_EXTENSIONS_DIR": f"{compiled}/extensions"}
-    os.environ["GPU_OUT"] = str(options.out.resolve())
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    if options.part:
-        os.environ["GPU_UNTIL"] = str(options.until)
-        keep(PARTS[options.part][0](TINY if options.tiny else CARD))
-        return 0
-    os.environ["GPU_RUN"] = uuid.uuid4().hex  # marks the processes that parts start
-    results: dict[str, Any] = {"machine": machine(), "tiny": options.tiny, "parts": {}}
-    if not (results["machine"]["cards"] or options.tiny):
+    # Of the laws, the matrix products must give the same bits each time.
+    os.environ |= {"GPU_OUT": str(options.out), "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(site), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    if options.work:
+        return work(options)
+    os.environ["GPU_RUN"] = uuid.uuid4().hex  # marks the processes that rows start
+    shutil.rmtree(options.out / "rows", ignore_errors=True)
+    (options.out / "rows").mkdir(parents=True)
+    forget_compiled(options.out / "compiled")
+    run = Run(options)
+    if not (run.num_cards or options.tiny):
         print("gpu: this machine has no card that torch sees; --tiny runs all parts on the processor")
         return 2
-    options.out.mkdir(parents=True, exist_ok=True)
-    forget_compiled(options.out)
-    options.cards = 2 if options.tiny else len(results["machine"]["cards"])
-    names = list(dict.fromkeys(options.parts.split(";") if options.parts else PARTS))
-    results["parts"] = {name: {"not_run": "interrupted before it", "seconds": 0.0} for name in names}
     for number in SIGNALS:
         signal.signal(number, interrupt)
-    began, is_whole = time.time(), False
+    is_whole = False
     with suppress(KeyboardInterrupt):
-        for index, name in enumerate(names):
-            start = time.time()
-            results["parts"][name] = {"not_run": "interrupted in it", "seconds": 0.0}
-            results["result"] = f"not ended, {start - began:.0f} s so far"
-            write(results, options.out)
-            part = run_part(name, names[index + 1 :], options)
-            results["parts"][name] = part | {"seconds": time.time() - start}
-            print(f"{name}: {verdict(part)}", flush=True)
+        run_parts(run)
         is_whole = True
     if not is_whole:
-        end_all()
-        forget_compiled(options.out)
-    results["result"] = f"{'ended' if is_whole else 'interrupted'} after {time.time() - began:.0f} s"
-    write(results, options.out)
+        end_all(f"GPU_RUN={os.environ['GPU_RUN']}")
+        forget_compiled(options.out / "compiled")
+    run.run["result"] = f"{'ended' if is_whole else 'interrupted'} after {time.time() - run.began:.0f} s"
+    run.write()
     with suppress(OSError):  # a terminal that ended
         print((options.out / "report.md").read_text(), flush=True)
-    failed = any(part.get("passed") is False or "error" in part for part in results["parts"].values())
+    rows = [row for part in run.results["parts"].values() for row in part.values() if row["run"] == run.index]
+    failed = any(row.get("passed") is False or "error" in row for row in rows)
     return int(failed) if is_whole else 130
+
+
+def run_parts(run: Run) -> None:
+    """Each part has its own seconds; with all of them, a share, and what earlier ones leave."""
+    names, options = run.options.parts, run.options
+    asked = sum(PARTS[name].seconds for name in names)
+    total = options.seconds or (SECONDS_TINY if options.tiny else min(asked, TOTAL))
+    until = run.began + total
+    for index, name in enumerate(names):
+        later = sum(PARTS[x].seconds for x in names[index + 1 :]) * total / asked
+        run.part(name, until - later)
 
 
 if __name__ == "__main__":

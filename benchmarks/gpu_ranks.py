@@ -1,6 +1,6 @@
-"""The parts of `gpu.py` that need several cards: the laws between ranks, and the report of a rank that does not come.
+"""The rows of `gpu.py` with several ranks: the laws between ranks, and the report of a rank that does not come.
 
-A part starts a job of one rank per card (NCCL; with `--tiny` two processes on gloo) by `fzero run`, whose script is this file:
+A row starts a job of one rank per card (NCCL; with `--tiny` two processes on gloo) by `fzero run`, whose script is this file:
 
     python benchmarks/gpu_ranks.py JOB DEVICE      the program of each rank
 
@@ -27,7 +27,7 @@ def num_ranks(device: str) -> int:
     return min(torch.cuda.device_count(), MOST_RANKS) if device == "cuda" else 2
 
 
-def run_job(job: str, device: str, *flags: str) -> tuple[int, str, dict[str, Any]]:
+def run_job(job: str, device: str, *flags: str, ranks: int = 0) -> tuple[int, str, dict[str, Any]]:
     """The exit code of a job, the last lines that it wrote, and what rank 0 found."""
     command = [
         sys.executable,
@@ -35,7 +35,7 @@ def run_job(job: str, device: str, *flags: str) -> tuple[int, str, dict[str, Any
         "fzero",
         "run",
         "--num_procs",
-        str(num_ranks(device)),
+        str(ranks or num_ranks(device)),
         *flags,
         __file__,
         job,
@@ -49,6 +49,8 @@ def run_job(job: str, device: str, *flags: str) -> tuple[int, str, dict[str, Any
 
 def between_ranks(scale: Any) -> dict[str, Any]:
     """All stages in fp32 and bf16 between ranks: the bits of stage 0, and the weights of all ranks alike."""
+    if num_ranks(scale.device) < 2:
+        return {"not_run": "needs two cards, for NCCL takes one rank for each card; this machine has one"}
     code, text, found = run_job("laws", scale.device)
     return found or {"passed": False, "error": f"exit {code}: {_last_line(text)}"}
 
@@ -67,6 +69,19 @@ def hang(scale: Any) -> dict[str, Any]:
     return {"passed": bool(named) and code != 0, "rows": [row]}
 
 
+def absent(scale: Any) -> dict[str, Any]:
+    """As `hang`, with NCCL on one card: the rank that stays away comes into the group and to no collective of it, so that its
+    card is never asked for. (NCCL takes no two ranks on one card.)"""
+    if not scale.on_card:
+        return {"not_run": "needs a card"}
+    code, text, _ = run_job("absent", scale.device, "--timeout", str(SECONDS_TO_WAIT["cuda"]), ranks=2)
+    named = [
+        line[line.index("rank 1 ") :] for line in text.splitlines() if "rank 1 " in line and "has not come" in line
+    ]
+    row = {"report": named[0][:300]} if named else {"error": f"exit {code}: {_last_line(text)}", "end": text[-1500:]}
+    return {"passed": bool(named) and code != 0, "rows": [row]}
+
+
 def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["it wrote nothing"])[-1][:300]
 
@@ -81,10 +96,12 @@ def main() -> None:
     import fzero
 
     job, device = sys.argv[1:]
-    if device == "cuda":
+    if job == "absent":
+        os.environ["LOCAL_RANK"] = "0"
+    elif device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     axis = fzero.join(device)
-    found = {"laws": laws, "hang": stay_away}[job](axis.rank, axis.size, device)
+    found = {"laws": laws, "hang": stay_away, "absent": never_come}[job](axis.rank, axis.size, device)
     if axis.rank == 0:
         print(FOUND + json.dumps(found), flush=True)
     fzero.shutdown()
@@ -94,7 +111,7 @@ def laws(rank: int, size: int, device: str) -> dict[str, Any]:
     """Each rank trains on its own batches; stages 1 to 3 against stage 0, and this rank's weights against rank 0's."""
     import torch
     import torch.distributed as dist
-    from gpu_parts import PRECISIONS, Laws, difference, small_training
+    from gpu_scale import PRECISIONS, Laws, difference, small_training
 
     made = Laws()
     for precision in ("fp32", "bf16"):
@@ -112,12 +129,23 @@ def laws(rank: int, size: int, device: str) -> dict[str, Any]:
 def stay_away(rank: int, size: int, device: str) -> dict[str, Any]:
     import time
 
-    from gpu_parts import small_training
+    from gpu_scale import small_training
 
     small_training(device, stage=3, rank=rank, num_steps=2)
     if rank == size - 1:
         time.sleep(600)
     small_training(device, stage=3, rank=rank, num_steps=2)
+    return {}
+
+
+def never_come(rank: int, size: int, device: str) -> dict[str, Any]:
+    import time
+
+    from gpu_scale import small_training
+
+    if rank == size - 1:
+        time.sleep(600)
+    small_training(device, stage=3, rank=rank, num_steps=1)
     return {}
 
 

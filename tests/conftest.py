@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
+import devices
 import profiles  # noqa: F401 - the profiles, before any test module
 import pytest
 import torch
@@ -67,8 +68,31 @@ BUDGETS = {
 """Seconds that the long tests of a room are meant to take, on all workers together."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    devices.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    devices.configure(config)
+    config.pluginmanager.register(Reports(config))
+
+
+class Reports:
+    """Hears of each test that has ended."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        devices.report(self.config, report)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    devices.begin(item)
+
+
 @pytest.hookimpl(tryfirst=True)  # before markers select
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     of_function: defaultdict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         if is_hypothesis_test(getattr(item, "obj", None)):
@@ -81,6 +105,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for case, takes_part in zip(cases, covering, strict=True):
             if not takes_part:
                 case.add_marker("long")
+    devices.select(config, items)
 
 
 POOLS: list[RankPool] = []
@@ -92,7 +117,8 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if (
-        any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
+        devices.where() == "cpu"
+        and any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
         and not session.config.option.collectonly
     ):
         POOLS.append(RankPool("fork"))
@@ -143,8 +169,20 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
-    (pool,) = POOLS
+def device() -> torch.device:
+    """Where models and batches of tests are; `pytest --device` chooses it."""
+    return devices.device_of_tests()
+
+
+@pytest.fixture(autouse=True)
+def on_the_device() -> Iterator[None]:
+    with devices.on_the_device():
+        yield
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool | devices.OneRank]:
+    (pool,) = POOLS if devices.where() == "cpu" else (devices.OneRank(),)
     yield pool
     pool.close()
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from devices import here
 from torch import Tensor, nn
 from training import adamw, make, part
 
@@ -45,7 +46,7 @@ class Net(nn.Module):
 
 def data(index: int, size: int = SAMPLES) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 + index)
-    return torch.randn(size, WIDTH, generator=generator), torch.randint(0, 3, (size,), generator=generator)
+    return here((torch.randn(size, WIDTH, generator=generator), torch.randint(0, 3, (size,), generator=generator)))
 
 
 def criterion(outputs: Mapping[str, Any], y: Tensor) -> Tensor:

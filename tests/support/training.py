@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from devices import here
 from torch import Tensor, nn
 
 import fzero
@@ -74,17 +75,17 @@ class Plain(nn.Module):
 
 def make(model: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return model()
+    return here(model())
 
 
 def tokens(step: int, size: int = GLOBAL_BATCH) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randint(0, VOCABULARY, (size, 7), generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return here(tuple(torch.randint(0, VOCABULARY, (size, 7), generator=generator) for _ in range(2)))  # type: ignore[return-value]
 
 
 def vectors(step: int, size: int = GLOBAL_BATCH, width: int = 16) -> Batch:
     generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(size, width, generator=generator) for _ in range(2))  # type: ignore[return-value]
+    return here(tuple(torch.randn(size, width, generator=generator) for _ in range(2)))  # type: ignore[return-value]
 
 
 def part(batch: Any, rank: int, world_size: int) -> Any:

@@ -1,0 +1,169 @@
+"""The device of the tests: the processor, a card (`pytest --device cuda`), or the pretended one (`--device pretended`).
+
+Tests make models and batches by `training.make`, `tokens` and `vectors`, which put them on the device, or take the fixture
+`device`. On a device only the tests of `ON_A_DEVICE` run, in this order, with one real rank: NCCL takes one for each card. Those
+that have not begun by `--until` are reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import pytest
+import torch
+
+ON_A_DEVICE: tuple[tuple[str, str], ...] = (
+    ("laws/test_stages.py", ""),
+    ("runtime/test_accumulation.py", ""),
+    ("runtime/test_precision.py", ""),
+)
+"""File of tests, and a part of the names of functions (all, if it is empty), by worth."""
+
+LOCKSTEP = "ranks in lockstep are on the CPU only"
+ORACLE = "its plain loop makes tensors on the CPU"
+NOT_ON_A_DEVICE: dict[str, str] = {
+    "test_ranks_with_other_numbers_of_backwards_are_reported": LOCKSTEP,
+    "test_frozen_weights_under_autocast_come_back_with_all_their_bits": LOCKSTEP,
+    "test_16_bits_in_all_stages_are_the_plain_loop": ORACLE,
+    "test_clipping_in_16_bits_is_the_plain_loop": ORACLE,
+    "test_autocast_is_the_plain_loop_under_autocast": ORACLE,
+    "test_a_gradient_is_taken_as_soon_as_it_is_there": ORACLE,
+    "test_training_moves_the_weights_and_leaves_the_frozen_ones": ORACLE,
+    "test_an_fp32_state_dict_reaches_the_master": ORACLE,
+    "test_a_bad_weight_is_reported": "on a device an error of the loss is an assertion there, which ends the process",
+    "test_a_lazy_module_that_has_not_run_is_refused_by_name": "a lazy module cannot be moved before it has run",
+    "test_fp64_parameters_are_updated_in_fp64_in_every_mode[{'torch_autocast'": "autocast of a device needs a build for CUDA",
+    "test_a_peculiar_model_gives_the_same_bits_in_all_stages[{'torch_autocast'": "autocast of a device needs a build for CUDA",
+}
+"""Parts of names of tests within these files that cannot run there, and why."""
+
+Where = Literal["cpu", "cuda", "pretended"]
+T = TypeVar("T")
+VARIABLE = "FZERO_TEST_DEVICE"
+"""Names the device for processes that tests start."""
+
+
+def where() -> Where:
+    return os.environ.get(VARIABLE, "cpu")  # type: ignore[return-value]
+
+
+def device_of_tests() -> torch.device:
+    return torch.device("cpu") if where() == "cpu" else torch.device("cuda", 0)
+
+
+def here(tree: T) -> T:
+    """A module, a tensor, or a tuple of tensors, on the device of the tests."""
+    if where() == "cpu":
+        return tree
+    if isinstance(tree, tuple):
+        return tuple(map(here, tree))  # type: ignore[return-value]
+    return tree.to(device_of_tests())  # type: ignore[attr-defined,no-any-return]
+
+
+def paths_of_tests(root: Path) -> list[str]:
+    """The files that hold tests for a device, without repeats, in the order of their worth."""
+    return list(dict.fromkeys(str(root / "tests" / file) for file, _ in ON_A_DEVICE))
+
+
+class OneRank:
+    """In place of `RankPool`, on a device: this process is the one rank."""
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        if world_size > 1:
+            pytest.skip("needs several real ranks, and NCCL takes one for each card; here is one")
+        with group_of_one():
+            return [function(*args, **kwargs)]
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def group_of_one() -> Iterator[None]:
+    """A process group of NCCL with one rank, on a card."""
+    import torch.distributed as dist
+
+    if where() == "cuda" and not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+
+
+# --- hooks of pytest, which tests/conftest.py takes ------------------------------------------------------------------
+
+
+def add_options(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device", choices=["cpu", "cuda", "pretended"], default=where(), help="where models and batches are"
+    )
+    parser.addoption("--until", type=float, help="the time (in seconds since 1970) after which no test begins")
+    parser.addoption("--lines", type=Path, help="a file that gets one line of JSON for each test")
+
+
+def configure(config: pytest.Config) -> None:
+    os.environ[VARIABLE] = config.getoption("--device")
+    if where() == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no card here; --device pretended runs them without one")
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """On a device: the tests of the table in its order, and of those the short ones first."""
+    if where() == "cpu":
+        return
+    root, rank = Path(__file__).parents[1], dict[str, float]()
+    for item in items:
+        file, function = item.path.relative_to(root).as_posix(), item.nodeid.partition("::")[2]
+        places = [n for n, (of, name) in enumerate(ON_A_DEVICE) if of == file and name in function]
+        if places and not item.get_closest_marker("nightly"):
+            rank[item.nodeid] = min(places) + 1000 * bool(item.get_closest_marker("long"))
+    taken = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in rank])
+    for item in taken:
+        for part, why in NOT_ON_A_DEVICE.items():
+            if part in item.nodeid and not (where() == "cuda" and "build for CUDA" in why):
+                item.add_marker(pytest.mark.skip(why))
+    items[:] = taken
+
+
+NOT_REACHED = "not reached: no time was left"
+
+
+def begin(item: pytest.Item) -> None:
+    until = item.config.getoption("--until")
+    if until is not None and time.time() > until:
+        pytest.skip(NOT_REACHED)
+
+
+def report(config: pytest.Config, report: pytest.TestReport) -> None:
+    """Writes the line of a test: when its call has ended, or what came before or after has failed or skipped it."""
+    path = config.getoption("--lines")
+    if path is None or hasattr(config, "workerinput") or (report.when != "call" and report.passed):
+        return
+    outcome, said = report.outcome, ""
+    if report.failed:
+        said = report.longreprtext[-1500:]
+    elif report.skipped:
+        said = (
+            report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        )
+        outcome = "not reached" if said == NOT_REACHED else "skipped"  # type: ignore[assignment]
+    line = {"name": report.nodeid, "outcome": outcome, "seconds": round(report.duration, 2), "said": said}
+    with path.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+@contextmanager
+def on_the_device() -> Iterator[None]:
+    """Around each test. A pretended card has what it is asked on one thread only."""
+    if where() == "pretended":
+        from pretended_cuda import PretendedCuda
+
+        with PretendedCuda():
+            yield
+    else:
+        yield
