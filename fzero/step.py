@@ -104,8 +104,8 @@ def make_train_step(
             that do not exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
         units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
         param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
-            first match counts. `"params"` may be a function of name and parameter. The learning-rate schedule multiplies a
-            group's `lr` by the same factor as the configuration's `lr`.
+            first match counts. `"params"` may be a function of name and parameter. `lr_schedule` multiplies a group's `lr` by the
+            same factor as the configuration's `lr`; a scheduler of the configuration sets each group's as DeepSpeed's does.
         transform: replaces the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
             a function of the learning rate that makes one; see `fzero.optim.transforms`.
         gather_hook: the `CommHook` for the parameters that stage 3 gathers in the forward, the backward and `evaluate`, for

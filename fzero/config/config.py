@@ -75,7 +75,8 @@ class Config(Block):
     train_micro_batch_size_per_gpu: Count | None = None
     """Samples per rank and micro-step."""
     gradient_accumulation_steps: Count | None = None
-    """Micro-steps in one step, whose gradients are averaged before the one update; None is inferred, or 1."""
+    """Micro-steps in one step, whose gradients are averaged before the one update; None is inferred, or 1. Without a batch
+    size beside it, any batch that it divides is taken."""
     optimizer: AnyOptimizer = AdamW()
     """An optimizer by name with its hyper-parameters; upper and lower case do not matter."""
     scheduler: AnyScheduler | None = None
@@ -123,13 +124,7 @@ class Config(Block):
     _notes: tuple[Note, ...] = PrivateAttr(())
 
     @model_validator(mode="after")
-    def _batches_fit(self) -> Self:
-        is_alone = self.train_batch_size is None and self.train_micro_batch_size_per_gpu is None
-        if is_alone and self.gradient_accumulation_steps not in (None, 1):
-            raise ValueError(
-                f"gradient_accumulation_steps: needs train_batch_size or train_micro_batch_size_per_gpu beside it, got "
-                f"{self.gradient_accumulation_steps} alone; give one of the two"
-            )
+    def _elasticity_is_alone(self) -> Self:
         if self.elasticity.enabled and not self.elasticity.ignore_non_elastic_batch_info:
             for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
                 if getattr(self, name) is not None:
@@ -352,7 +347,7 @@ class Config(Block):
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         steps = self.gradient_accumulation_steps
         if train is None and micro is None:
-            return BatchSizes(None, None, 1)
+            return BatchSizes(None, None, steps or 1)
         if steps is None:
             steps = train // (micro * world_size) if train and micro else 1
         if micro is None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from fzero.config.fields import Block, Count, Elements, Number
+from fzero.config.fields import Block, Count, Elements, Number, off_at
 
 
 class Offloaded(Block):
@@ -36,12 +36,12 @@ class Offloaded(Block):
 class OffloadParam(Offloaded):
     """DeepSpeed key `zero_optimization.offload_param`: in stage 3 the shards of parameters live in host memory or in files."""
 
-    buffer_count: Count | None = None
+    buffer_count: Annotated[Count | None, off_at(0)] = None
     """Most shards of flat buffers in host memory at once between file and device: those of the unit that is gathered, and of
-    prefetched units. With fewer than two units have, no unit is prefetched. None is as many as are needed (DeepSpeed's
+    prefetched units. With fewer than two units have, no unit is prefetched. None or 0 is as many as are needed (DeepSpeed's
     default is 5)."""
-    buffer_size: Count | None = None
-    """Most elements of one such shard: a longer one is an error. None is the length of the longest (DeepSpeed's default is
+    buffer_size: Annotated[Count | None, off_at(0)] = None
+    """Most elements of one such shard: a longer one is an error. None or 0 is the length of the longest (DeepSpeed's default is
     100000000)."""
     max_in_cpu: Elements = 1_000_000_000
     """With `nvme`: so many elements of a rank's shards, those of the first flat buffers, live in host memory and are neither
@@ -52,11 +52,11 @@ class OffloadOptimizer(Offloaded):
     """DeepSpeed key `zero_optimization.offload_optimizer`: masters and optimizer state live in host memory or in files, and
     so do, in stages 2 and 3, the shards of gradients."""
 
-    buffer_count: Count | None = None
+    buffer_count: Annotated[Count | None, off_at(0)] = None
     """Most tensors of sub-groups in host memory that are read, updated or written (for Adam a sub-group has the gradient, two
     moments, and the master or the parameter). With fewer than three sub-groups need, fewer are read and written during an
-    update. None is as many as are needed (DeepSpeed's default is 4). Additional ones hold sub-groups that are read during the
-    backward, so that the update does not wait for them."""
+    update. None or 0 is as many as are needed (DeepSpeed's default is 4). Additional ones hold sub-groups that are read during
+    the backward, so that the update does not wait for them."""
     pipeline_read: bool = True
     """Whether the next sub-group is read while one is updated. (DeepSpeed's default is false.)"""
     pipeline_write: bool = True

@@ -6,21 +6,34 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, Tag, model_validator
 
 import fzero.optim as optim
-from fzero.config.fields import Beta, Block, Count, Elements, Rate
+from fzero.config.fields import Beta, Block, ConfigError, Count, Elements, Rate, Rates
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
 
 
+def _one_beta(value: object) -> Any:
+    """The number, or the one number that a list repeats; an update has one first beta for all groups."""
+    if not isinstance(value, list | tuple):
+        return value
+    if len({*value}) != 1:
+        raise ValueError("must be the same number for every parameter group")
+    return value[0]
+
+
+Betas = Annotated[Beta, BeforeValidator(_one_beta)]
+
+
 class WarmupLRParams(Block):
     """`scheduler.params` of WarmupLR."""
 
-    warmup_min_lr: Rate = 0.0
-    warmup_max_lr: Rate | None = None
-    """None is the optimizer's lr."""
+    warmup_min_lr: Rates = 0.0
+    """A number, or a list with one for each parameter group."""
+    warmup_max_lr: Rates | None = None
+    """Likewise; None is each group's lr."""
     warmup_num_steps: Count = 1000
     """Number of updates until the full rate; 1 counts as 2."""
     warmup_type: Literal["log", "linear"] = "log"
@@ -31,12 +44,13 @@ class WarmupLRParams(Block):
 class WarmupDecayLRParams(WarmupLRParams):
     """`scheduler.params` of WarmupDecayLR."""
 
-    warmup_max_lr: Rate = 1e-3
+    warmup_max_lr: Rates = 1e-3
+    """A number, or a list with one for each parameter group."""
     total_num_steps: Count
 
 
 class WarmupCosineLRParams(Block):
-    """`scheduler.params` of WarmupCosineLR; ratios are of the optimizer's lr."""
+    """`scheduler.params` of WarmupCosineLR; ratios are of each group's lr."""
 
     total_num_steps: Count
     warmup_min_ratio: Rate = 0.0
@@ -49,7 +63,8 @@ class WarmupCosineLRParams(Block):
 class LRRangeTestParams(Block):
     """`scheduler.params` of LRRangeTest."""
 
-    lr_range_test_min_lr: Rate = 1e-3
+    lr_range_test_min_lr: Rates = 1e-3
+    """A number, or a list with one for each parameter group."""
     lr_range_test_step_size: Count = 2000
     lr_range_test_step_rate: Rate = 1.0
     lr_range_test_staircase: bool = False
@@ -59,8 +74,10 @@ class LRRangeTestParams(Block):
 class OneCycleParams(Block):
     """`scheduler.params` of OneCycle. Unlike DeepSpeed's, which sets Adam's second beta to 0.99, it does not change that."""
 
-    cycle_min_lr: Rate
-    cycle_max_lr: Rate
+    cycle_min_lr: Rates
+    """A number, or a list with one for each parameter group."""
+    cycle_max_lr: Rates
+    """Likewise."""
     decay_lr_rate: Rate = 0.0
     cycle_first_step_size: Count = 2000
     cycle_second_step_size: Elements | None = None
@@ -69,14 +86,49 @@ class OneCycleParams(Block):
     decay_step_size: Elements = 0
     cycle_momentum: bool = True
     """Optimizers with betas: whether the first one goes from `cycle_max_mom` to `cycle_min_mom` and back."""
-    cycle_min_mom: Beta = 0.8
-    cycle_max_mom: Beta = 0.9
+    cycle_min_mom: Betas = 0.8
+    """A number, or a list with the same one for each parameter group."""
+    cycle_max_mom: Betas = 0.9
+    """Likewise."""
     decay_mom_rate: Rate = 0.0
     last_batch_iteration: Literal[-1] = -1
 
 
 class Scheduler(Block):
     """The base of all schedulers: each has a `rate(lr)` by the number of updates, and some also a momentum."""
+
+    params: Any
+
+    def for_groups(self, num_groups: int) -> list[Self]:
+        """The scheduler of each parameter group: the same, but with the group's own value of a list.
+
+        Raises:
+            ConfigError: a list has another length.
+
+        >>> both = WarmupLR.model_validate({"type": "WarmupLR", "params": {"warmup_max_lr": [0.1, 0.2]}}).for_groups(2)
+        >>> [one.rate(1.0)(1000) for one in both]
+        [0.1, 0.2]
+        """
+        lists = {key: value for key, value in self.listed().items() if isinstance(value, list | tuple)}
+        for key, value in lists.items():
+            if len(value) != num_groups:
+                raise ConfigError(
+                    f"scheduler.params.{key}: must be a number, or have one for each of the {num_groups} parameter groups, got "
+                    f"{len(value)}; pass one number, or as many as there are groups"
+                )
+        return [self.having({key: value[i] for key, value in lists.items()}) for i in range(num_groups)]
+
+    def listed(self) -> dict[str, Any]:
+        """The parameters that may be lists, with a value for each group."""
+        return dict(self.params)
+
+    def having(self, values: dict[str, Any]) -> Self:
+        """The scheduler with other values of parameters."""
+        return self.model_copy(update={"params": self.params.model_copy(update=values)}) if values else self
+
+    def rate(self, lr: float) -> Schedule:
+        """The learning rate of a group whose own is `lr`, by the number of updates."""
+        raise NotImplementedError
 
     def momentum(self) -> Schedule | None:
         """The first beta by the number of updates, or None where it is constant."""
@@ -165,8 +217,14 @@ class TorchScheduler(Scheduler):
                 f"no scheduler is named {self.type!r}; did you mean {nearest!r}? (known: {', '.join(SCHEDULERS)} and the "
                 f"classes of torch.optim.lr_scheduler)"
             )
-        self.rate(1.0)
+        self.for_groups(len(next(iter(self.listed().values()), [0])))[0].rate(1.0)
         return self
+
+    def listed(self) -> dict[str, Any]:
+        return {k: v for k, v in self.params.items() if k in ("base_lr", "max_lr") and isinstance(v, list)}
+
+    def having(self, values: dict[str, Any]) -> Self:
+        return self.model_copy(update={"params": self.params | values}) if values else self
 
     def rate(self, lr: float) -> Schedule:
         return optim.lr_schedules.torch_schedule(self.type, lr, **self.params)

@@ -160,7 +160,9 @@ _FITS: dict[str, Callable[[Any], bool]] = {
     "null": lambda value: value is None,
     "true": lambda value: str(value).lower() in ("true", "yes", "on", "1"),
     "false": lambda value: str(value).lower() in ("false", "no", "off", "0"),
-    "a whole number": lambda value: str(value).isdigit() or (isinstance(value, float) and value.is_integer()),
+    "a whole number": lambda value: (
+        str(value).removeprefix("-").isdigit() or (isinstance(value, float) and value.is_integer())
+    ),
     "a number": lambda value: not isinstance(value, bool) and _is_number(value),
     "a text": lambda value: isinstance(value, str),
     "an object": lambda value: isinstance(value, Mapping),

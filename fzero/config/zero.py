@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from fzero.config.fields import Beta, Block, Count, Elements, number
+from fzero.config.fields import Beta, Block, Count, Elements, number, off_at
 from fzero.config.offload import OffloadOptimizer, OffloadParam, if_somewhere
 
 
@@ -17,9 +17,10 @@ def _stage(value: object) -> object:
     return given
 
 
-def _off_at(off: int) -> BeforeValidator:
-    """A validator that reads `off`, DeepSpeed's number for a key left out, as None."""
-    return BeforeValidator(lambda value: None if number(value) == off else value)
+def _number_of_ranks(value: object) -> object:
+    """None for a number below 1, with which DeepSpeed switches MiCS off."""
+    given = number(value)
+    return None if isinstance(given, int) and given < 1 else given
 
 
 class LoCo(Block):
@@ -42,10 +43,10 @@ class ZeroOptimization(Block):
     Also, modules outside repeated blocks are joined into one unit up to this size. None is 500000000. With
     `compile="step"` a number also joins reductions of flat buffers up to this size (in stages 2 and 3 up to two units at
     most). None joins none, which overlaps best: 500000000 would join all reductions of a small model."""
-    allgather_bucket_size: Count | None = None
+    allgather_bucket_size: Elements | None = None
     """With `compile="step"`: updated shards (stages 1 and 2) are gathered together up to this size. In stage 3 the flat
     buffers of a unit are, and small units used one after the other, up to the size of the second largest unit, so that two
-    live units hold no more elements than before. None gathers buffer by buffer, as the eager step always does."""
+    live units hold no more elements than before. None and 0 gather buffer by buffer, as the eager step always does."""
     round_robin_gradients: bool = False
     """Order of the parameters inside a flat buffer: round robin over the ranks, instead of as declared."""
     stage3_param_persistence_threshold: Elements = Field(100_000, alias="param_persistence_threshold")
@@ -53,20 +54,21 @@ class ZeroOptimization(Block):
     stage3_prefetch_bucket_size: Elements | None = Field(None, alias="prefetch_bucket_size")
     """0: a unit is gathered when it is needed. None: the next unit is prefetched, so that two are live. A number: the same;
     with `compile="step"` more units are prefetched as long as all prefetched ones together have at most this many elements."""
-    stage3_max_live_parameters: Count = Field(1_000_000_000, alias="max_live_parameters")
-    """Most live gathered elements: no unit is prefetched, and none is kept, where that would exceed it."""
+    stage3_max_live_parameters: Elements = Field(1_000_000_000, alias="max_live_parameters")
+    """Most live gathered elements: no unit is prefetched, and none is kept, where that would exceed it. The unit in use is
+    gathered however large it is, so 0 is one unit at a time."""
     stage3_max_reuse_distance: Elements | None = Field(None, alias="max_reuse_distance")
     """With `compile="step"`: a unit is kept until its next use when the units used meanwhile have at most this many
     elements. DeepSpeed's default of 1000000000 keeps all units of most models from the forward to the backward. None is 0:
     a unit is released after its use and gathered again, as the eager step always does."""
-    mics_shard_size: Annotated[Count | None, _off_at(-1)] = None
+    mics_shard_size: Annotated[Count | None, BeforeValidator(_number_of_ranks)] = None
     """MiCS: the number of ranks over which the stage shards, neighbours in rank order; it must divide the number of all ranks.
     Every such node holds the same state, and gradients are reduced within it first: the mesh `(node, data)` with so many ranks
-    along `data`. None or -1 is all ranks. It has no effect in stage 0."""
-    zero_hpz_partition_size: Annotated[Count | None, _off_at(1)] = None
+    along `data`. None, 0 or a negative number is all ranks. It has no effect in stage 0."""
+    zero_hpz_partition_size: Annotated[Count | None, off_at(0, 1)] = None
     """hpZ of ZeRO++, for stage 3: the number of ranks over which parameters are sharded, as in `mics_shard_size`; gradients,
     master and optimizer state are sharded over all ranks. All gathers of a step are within such a node; the updated parameters
-    are gathered between nodes once. None or 1 shards the parameters over all ranks as well."""
+    are gathered between nodes once. None, 0 or 1 shards the parameters over all ranks as well."""
     zero_quantized_weights: bool = False
     """qwZ of ZeRO++, for stage 3: the forward, the backward and evaluation gather parameters in 8 bits, with a scale for every
     256. The state, and the result of `step.gather`, have the parameters' own precision."""
@@ -88,10 +90,10 @@ class ZeroOptimization(Block):
     """False makes it an error on all ranks, with the names, that a trained parameter got no gradient on some rank in any
     micro-step before an update; true gives it a gradient of zero. (DeepSpeed looks only where the optimizer is offloaded in
     stages 1 and 2.)"""
-    sub_group_size: Count | None = None
+    sub_group_size: Annotated[Count | None, off_at(0)] = None
     """Elements of a flat buffer that are updated at a time where its state lives off the device, rounded up to a multiple of
-    2048 (32768 with checksums). None is 1048576. DeepSpeed's default of 1000000000 updates every flat buffer in one piece; Lamb,
-    Adafactor and Muon always do."""
+    2048 (32768 with checksums). None or 0 is 1048576. DeepSpeed's default of 1000000000 updates every flat buffer in one piece;
+    Lamb, Adafactor and Muon always do."""
 
     @property
     def quantizes(self) -> bool:

@@ -32,7 +32,7 @@ from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
-from fzero.plans.plan import LiveLimitError, Plan, plan
+from fzero.plans.plan import Plan, plan
 from fzero.runtime.loss import LossFn
 from sharding import Mesh
 from sharding.dtypes import itemsize
@@ -87,7 +87,6 @@ class Candidate:
             the device, at the peak, `gathers`, `reductions`, `arrivals` (receive buffers of reductions), `streams`,
             `activations`, and on the CPU `kept` (pooled) buffers; in host memory `sub-groups` in transfer, and `activations`
             kept there for the backward.
-        note: the key that was changed so that the plan is possible, in words.
         tokens: of all ranks in a step; 0 without a batch of tokens.
         generating: the bytes between two steps while a rank generates, if they are asked for.
     """
@@ -97,7 +96,6 @@ class Candidate:
     plan: Plan = field(repr=False)
     step: DryRun = field(repr=False)
     memory: dict[str, dict[str, int]]
-    note: str = ""
     tokens: int = 0
     generating: Generating | None = None
 
@@ -145,7 +143,6 @@ class Candidate:
             **({"tokens_per_second": self.tokens / self.seconds} if self.tokens else {}),
             **({"generating": self.generating.as_dict()} if self.generating else {}),
             "config": self.keys,
-            **({"note": self.note} if self.note else {}),
         }
 
 
@@ -209,7 +206,6 @@ class Comparison:
         if columns[0].generating is not None:
             _generating_rows(table, [one.generating for one in columns if one.generating is not None], scale)
         notes = [f"{one.name}: {one.step.description}." for one in columns if one.name == self.given]
-        notes += [f"{one.name}: {one.note}" for one in columns if one.note]
         notes += [f"{name} is not possible: {reason}" for name, reason in self.refused.items()]
         if not has_batch:
             notes.append("Activations are not counted: pass a batch (--batch and --sequence).")
@@ -304,7 +300,7 @@ def column(
     device: Device = "cuda",
     cache: int | None = None,
 ) -> Candidate:
-    """Plans one configuration. If stage 3 cannot hold its largest unit, `stage3_max_live_parameters` is raised.
+    """Plans one configuration.
 
     Args:
         trace: of the activations, with the same dtypes, checkpointing and device.
@@ -314,27 +310,12 @@ def column(
         ConfigError: the configuration is not possible.
     """
 
-    def planned_at(limit: int) -> tuple[Keys, Plan]:
-        at_limit = changed(keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
-        return at_limit, plan(model, quietly(at_limit), world_size=world_size, mesh=mesh)
-
-    note = ""
-    try:
-        planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    except LiveLimitError:
-        if {"stage3_max_live_parameters", "max_live_parameters"} & {*(keys.get("zero_optimization") or {})}:
-            raise
-        limit = sum(sorted(unit.gathered_numel for unit in planned_at(1 << 60)[1].units)[-2:])
-        note = (
-            f"stage3_max_live_parameters is {limit} here, which holds the two largest units, because "
-            f"{quietly(keys).zero_optimization.stage3_max_live_parameters} holds none"
-        )
-        keys, planned = planned_at(limit)
+    planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
     cfg = quietly(keys)
     compressed = compression(cfg, model).params if cfg.compresses else ()
     step = dry_run(planned, trace, machine=machine, device=device, title=name, compressed=compressed)
     generating = None if cache is None else Generating.after(planned, step, cache)
-    return Candidate(name, keys, planned, step, memory_of(step), note, generating=generating)
+    return Candidate(name, keys, planned, step, memory_of(step), generating=generating)
 
 
 def memory_of(step: DryRun) -> dict[str, dict[str, int]]:

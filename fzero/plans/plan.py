@@ -24,7 +24,7 @@ from torch import nn
 
 from fzero.common.arguments import check_model, check_names
 from fzero.common.collector import collector_paused
-from fzero.config.config import Config, ConfigError
+from fzero.config.config import Config
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, state_leaves
@@ -42,14 +42,10 @@ from sharding.views import dtype_name, torch_dtype
 if TYPE_CHECKING:
     from fzero.plans.placements import GivenPlacements
 
-__all__ = ["FlatParamPlan", "LiveLimitError", "Plan", "UnitPlan", "plan", "starts_of"]
+__all__ = ["FlatParamPlan", "Plan", "UnitPlan", "plan", "starts_of"]
 
 BUCKET = 500_000_000
 """Elements of a bucket where the configuration names none: DeepSpeed's default."""
-
-
-class LiveLimitError(ConfigError):
-    """`stage3_max_live_parameters` does not hold the largest unit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +62,7 @@ class Plan:
         buffers: the specs of the module's own buffers, by name.
         prefetch: the largest number of elements that a compiled step gathers before their use. Compiled and eager steps gather at
             least the next unit early, unless it is 0; None is one unit.
-        max_live: the largest number of gathered elements that are live after a prefetch.
+        max_live: the largest number of gathered elements that are live after a prefetch; one unit always is.
         num_micro_steps: micro-batches in one step.
         max_reducing: see `UnitRules`.
         max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); for None the compiled
@@ -397,20 +393,12 @@ def starts_of(plan: Plan) -> dict[str, int]:
 def _unit_plans(
     model: nn.Module, owners: dict[str, nn.Parameter], patterns: Sequence[str] | None, planner: UnitPlanner
 ) -> tuple[UnitPlan, ...]:
-    """The units with their flat buffers; raises LiveLimitError where one is larger than `stage3_max_live_parameters`."""
+    """The units with their flat buffers."""
     zero, modules = planner.cfg.zero_optimization, dict(model.named_modules())
-    unit_plans = tuple(
+    return tuple(
         planner.plan(name, {n: owners[n] for n in members}, modules)
         for name, members in find_units(model, owners, patterns, zero.reduce_bucket_size or BUCKET)
     )
-    largest = max(unit_plans, key=lambda unit: unit.gathered_numel, default=None)
-    if largest is not None and largest.gathered_numel > zero.stage3_max_live_parameters:
-        raise LiveLimitError(
-            f"zero_optimization.stage3_max_live_parameters: must hold the largest unit, got "
-            f"{zero.stage3_max_live_parameters} for unit {largest.name!r} of {largest.gathered_numel} elements; "
-            f"raise it, or name smaller modules in units="
-        )
-    return unit_plans
 
 
 def _made(

@@ -197,13 +197,17 @@ class StepSpec:
     def rates(self) -> list[Schedule]:
         """The learning rate of each parameter group, as a function of the number of updates so far."""
         cfg, optimizers = self.cfg, self.optimizers
-        rate = self.lr_schedule or (cfg.scheduler.rate(cfg.optimizer.params.lr) if cfg.scheduler else None)
-        if rate is not None and any(isinstance(group, UserTransform) and group.is_fixed for group in optimizers):
+        if (self.lr_schedule or cfg.scheduler) is not None and any(
+            isinstance(group, UserTransform) and group.is_fixed for group in optimizers
+        ):
             raise ConfigError(
                 "transform: must be a function of the learning rate where a schedule changes that, got a Transform; pass "
                 "lambda lr: ..."
             )
-        return [_rate_of(group.lr, cfg.optimizer.lr, rate) for group in optimizers]
+        if cfg.scheduler is not None and self.lr_schedule is None:
+            schedulers = cfg.scheduler.for_groups(len(optimizers))
+            return [one.rate(group.lr) for one, group in zip(schedulers, optimizers, strict=True)]
+        return [_rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
 
     @property
     def group_names(self) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from typing import Any, Literal
@@ -19,7 +19,7 @@ from fzero.config.autotuning import Autotuning
 from fzero.config.config import ConfigError
 from fzero.config.files import changed
 from fzero.estimation.compare import Keys, quietly
-from fzero.estimation.fit_search import Rung, Search, Setting
+from fzero.estimation.fit_search import Search, Setting
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 
@@ -177,14 +177,4 @@ class Planner:
             return Planned(candidate, {}, 0.0, refused=reason)
         flops = search.activations.of(checkpoints=False).flops if search.activations else 0
         nbytes = {"device": rung.device_nbytes} | {kind: rung.column.nbytes(kind) for kind in ("host", "nvme")}
-        return Planned(_with_its_limit(candidate, rung), nbytes, rung.seconds, flops * candidate.num_micro_steps)
-
-
-def _with_its_limit(candidate: TuningCandidate, rung: Rung) -> TuningCandidate:
-    """The candidate, with `stage3_max_live_parameters` as the plan raised it, if it did."""
-    limit = (rung.column.keys.get("zero_optimization") or {}).get("stage3_max_live_parameters")
-    before = quietly(candidate.keys).zero_optimization.stage3_max_live_parameters
-    if candidate.is_given or not rung.column.note or limit in (None, before):
-        return candidate
-    keys = changed(candidate.keys, {"zero_optimization": {"stage3_max_live_parameters": limit}})
-    return replace(candidate, keys=keys)
+        return Planned(candidate, nbytes, rung.seconds, flops * candidate.num_micro_steps)

@@ -928,16 +928,11 @@ def test_a_model_without_repeated_blocks_is_fitted_without_checkpointing() -> No
     assert any(rung.choice.checkpoints for rung in with_blocks.ladder) and "repeated" not in str(with_blocks)
 
 
-def test_a_unit_larger_than_the_default_limit_raises_it_and_says_so() -> None:
+def test_a_unit_larger_than_the_limit_of_live_parameters_is_planned_without_prefetching() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(40_000, 40_000, bias=False) for _ in range(2)))
-    compared = fzero.estimation.compare_plans(model, FP16, world_size=4)
-    assert compared["stage 3"].keys["zero_optimization"]["stage3_max_live_parameters"] == 2 * 40_000**2
-    assert "holds the two largest units" in compared["stage 3"].note
-    refused = fzero.estimation.compare_plans(
-        model, FP16 | {"zero_optimization": {"stage3_max_live_parameters": 5}}
-    ).refused
-    assert "stage3_max_live_parameters: must hold the largest unit" in refused["stage 3"], "what was given stays"
+    planned = fzero.estimation.compare_plans(model, FP16, world_size=4)["stage 3"].plan
+    assert planned.unit_rules.most_gathered() == 40_000**2 > planned.max_live
 
 
 def test_seventy_billion_parameters_on_1024_ranks_are_compared() -> None:

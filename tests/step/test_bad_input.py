@@ -201,14 +201,6 @@ def test_a_pattern_of_units_that_matches_nothing_is_reported_with_names_that_wou
         fzero.make_train_step(Plain(), config(3), units=["blocks.*", "layers.*"])
 
 
-def test_a_limit_of_live_parameters_below_the_largest_unit_is_reported_with_the_unit() -> None:
-    message = r"stage3_max_live_parameters: must hold the largest unit, got 100 for unit 'blocks\.0' of 288 elements"
-    with pytest.raises(ConfigError, match=message):
-        fzero.make_train_step(Plain(), config(3, stage3_max_live_parameters=100))
-    fzero.make_train_step(Plain(), config(3, stage3_max_live_parameters=288))
-    fzero.make_train_step(Plain(), config(2, stage3_max_live_parameters=100))
-
-
 def test_an_unknown_stage_is_reported_by_the_step_as_by_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"zero_optimization.stage: must be 0, 1, 2 or 3, got 4"):
         fzero.make_train_step(Plain(), config(4))

@@ -23,15 +23,14 @@ class _Schedule(ConfiguredScheduler):
 
     def __init__(self, optimizer: Any, last_batch_iteration: int, **params: Any) -> None:
         groups = optimizer.param_groups
-        given = [{k: _of_group(k, v, i, len(groups)) for k, v in params.items()} for i in range(len(groups))]
+        params = {key: list(value) if isinstance(value, tuple) else value for key, value in params.items()}
         try:
-            blocks: list[Any] = [
-                Config.load({"scheduler": {"type": self._type(), "params": p}}).scheduler for p in given
-            ]
+            block: Any = Config.load({"scheduler": {"type": self._type(), "params": params}}).scheduler
+            blocks = block.for_groups(len(groups))
         except ConfigError as error:
             raise ConfigError(str(error).replace("scheduler.params", self._type())) from None
         rates = [block.rate(lr_of(group)) for block, group in zip(blocks, groups, strict=True)]
-        super().__init__(optimizer, rates, blocks[0].momentum() if blocks else None)
+        super().__init__(optimizer, rates, block.momentum())
         if last_batch_iteration != -1:
             self.step(last_batch_iteration)
 
@@ -42,16 +41,6 @@ class _Schedule(ConfiguredScheduler):
     def get_last_lr(self) -> list[float]:
         """The present rates, also before the first `step`."""
         return self.get_lr()
-
-
-def _of_group(name: str, value: Any, index: int, num_groups: int) -> Any:
-    if not isinstance(value, list | tuple):
-        return value
-    if len(value) != num_groups:
-        raise ValueError(
-            f"{name}: must have a value for each of the {num_groups} groups, got {len(value)}; pass one number"
-        )
-    return value[index]
 
 
 class LRRangeTest(_Schedule):
