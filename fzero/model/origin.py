@@ -186,7 +186,7 @@ class Origin:
     def _is_freed(self, name: str, x: Tensor) -> bool:
         """Whether a module has lost its tensor to `model.to("meta")`."""
         owner = self._model.get_submodule(name.rpartition(".")[0])
-        return x.is_meta and owner is self._owners[name.rpartition(".")[0]]
+        return bool(x.is_meta) and owner is self._owners[name.rpartition(".")[0]]
 
     def _may_be_written(self, name: str, x: Tensor) -> bool:
         """Whether a tensor's values must be looked at: before the first step, and where its version or address differs."""

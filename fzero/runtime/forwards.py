@@ -32,9 +32,6 @@ class Forward:
 class Forwards:
     """The forwards since the last update, and how many backwards went through them.
 
-    Args:
-        gathers: whether forwards gather units. If not, ranks may make different numbers of forwards.
-
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
         still: the trained parameters that have no gradient, because no forward required one.
@@ -42,7 +39,7 @@ class Forwards:
     """
 
     def __init__(self, *, gathers: bool = True) -> None:
-        self._gathers = gathers
+        self._gathers = gathers  # if they gather nothing, ranks may make different numbers of forwards
         self.used: set[str] = set()
         self.still: frozenset[str] = frozenset()
         self.begins: Callable[[], None] = lambda: None
@@ -95,10 +92,10 @@ class Forwards:
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
         """The key of the order of collectives for a backward of `kind` through these forwards."""
-        # Distances decide which gathered unit is still there. A rank may have made forwards in between that others have not.
-        last, number = (self.last_index, self._num_backwards) if self._gathers else (None, 0)
+        # These say which unit is still gathered.
+        last, number = (self.last_index, self._num_backwards) if self._gathers else (-1, 0)
         of_each: Iterable[tuple[str | int, ...]] = (
-            (self._all[index].run, 0 if last is None else last - index) for index in sorted(forwards)
+            (self._all[index].run, max(last - index, 0)) for index in sorted(forwards)
         )
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
         return (kind, number, *chain.from_iterable(of_each), *(still if any(still) else ()))

@@ -82,7 +82,7 @@ class Learned:
         answers: of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.
-        num_passes: the number of forwards, backwards and graphs so far (see `counted`); the ranks compare it.
+        num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
         moving_buffers: the names of module buffers that steps change, once the ranks have agreed on them.
         compared: the kinds of forwards whose parameters have been compared.
         own_grads: checks in the first step that the module's own parameters got no gradients.
@@ -121,12 +121,7 @@ class Learned:
 
     @contextmanager
     def counted(self, *, is_all: bool) -> Iterator[None]:
-        """Counts a forward in the number that ranks compare, to find a rank that has raised.
-
-        Args:
-            is_all: whether every rank makes it. Where forwards gather nothing, ranks may make different numbers of them, and
-                only one that raises is counted.
-        """
+        """Counts a forward. Where ranks may make different numbers of them (not `is_all`), only one that raises counts."""
         self.num_passes += is_all
         try:
             yield

@@ -75,15 +75,11 @@ class Sequencer:
                 EXECUTORS[event.kind](self, event.unit)
 
     def begin(self, run: Run) -> None:
-        """From here on, follows the order of a run, or negotiates it.
-
-        Only gathers and reductions need other ranks. So a forward that gathers nothing has one order, and negotiates nothing: a
-        rank may make more forwards than the others.
-        """
+        """From here on, follows the order of a run, or negotiates it. A forward that gathers nothing has one order."""
         known = None if self._orders is None else self._orders.learned.get(run)
         self._run, self._is_known, self.phase = run, known is not None, "forward" if run[0] == "forward" else "backward"
-        if known is None and self._gathers_nothing and run[0] in _WITHOUT_GATHERS:
-            known = _WITHOUT_GATHERS[run[0]]
+        if known is None and self._gathers_nothing:
+            known = _WITHOUT_GATHERS.get(run[0])
         self.ask("begin", known)
 
     def end(self) -> None:
@@ -165,7 +161,6 @@ EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
     "depart": lambda work, _: work._depart(),
 }
 """The function that executes each kind of event on tensors."""
-_WITHOUT_GATHERS: dict[object, tuple[Event, ...]] = {"forward": (BOUNDARY,), "through": ()}
-"""The orders of the runs that reduce nothing, in a plan that gathers nothing."""
+_WITHOUT_GATHERS: dict[object, tuple[Event, ...]] = {"forward": (BOUNDARY,), "through": ()}  # they reduce nothing
 _RANGES = ("gather", "keep", "reduce")
 """The kinds of events that are ranges of a trace."""
