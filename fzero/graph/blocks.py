@@ -118,7 +118,7 @@ def _hooked_inside(block: nn.Module) -> str | None:
         if module is not block:
             for kind in _HOOKS:
                 if any(hook is not fill_flat_weights for hook in getattr(module, kind).values()):
-                    return name
+                    return str(name)
     return None
 
 

@@ -23,7 +23,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from fzero.model.own_params import StandIn, address, bits_of, shape_and_dtype, state_tensors
+from fzero.model.held_tensors import address
+from fzero.model.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
 """The names of those of the given tensors that differ from the values of a state."""
@@ -97,6 +98,7 @@ class Origin:
 
     def _record(self, now: Mapping[str, Tensor]) -> None:
         """Records the modules and tensors as they are."""
+        self._marks: list[tuple[int, int]] | None
         self._modules = list(self._model.modules())
         self._parents = [module for module in self._modules if module._modules]
         self._gone = gone = list[Any]()  # filled when a tensor is freed: then its identity may become that of another
@@ -106,8 +108,9 @@ class Origin:
         self._ids = [*map(id, values)]
         counted = {id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)}
         self._is_counted = [id(x) in counted for x in values]
-        self._marks: list[tuple[int, int]] | None = self._marks_of(values)
-        self._marks_by_id = dict(zip(compress(self._ids, self._is_counted), self._marks, strict=True))
+        marks = self._marks_of(values)
+        self._marks = marks
+        self._marks_by_id = dict(zip(compress(self._ids, self._is_counted), marks, strict=True))
 
     def _look(self) -> tuple[list[Any], list[str]]:
         values = [*chain.from_iterable(map(dict.values, chain.from_iterable(map(_DICTS, self._modules))))]
@@ -195,7 +198,7 @@ class Origin:
         if self._marks is None and name in self._bits:
             return True
         with torch._C.DisableTorchFunctionSubclass():
-            return self._marks_by_id[id(x)] != (x._version, x.data_ptr())
+            return bool(self._marks_by_id[id(x)] != (x._version, x.data_ptr()))
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -72,7 +72,8 @@ KV = D | {"num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 B = D | STILL
 V = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16, "patch_size": 8,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "image_size": 16, "patch_size": 8,
     "num_labels": 3, "problem_type": "single_label_classification", **STILL,
 }  # fmt: skip
 SEQ = {
@@ -101,7 +102,8 @@ _ROWS = [
         _named(name, KV)
         for name in (
             "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Phi3", "StableLm", "Starcoder2", "Olmo", "Olmo2",
-            "Cohere", "Granite", "Helium", "Glm", "SmolLM3", "Ministral", "Arcee", "Nemotron", "Glm4", "Seed Oss".replace(" ", ""),
+            "Cohere", "Granite", "Helium", "Glm", "SmolLM3", "Ministral", "Arcee", "Nemotron", "Glm4",
+            "Seed Oss".replace(" ", ""),
         )
     ),
     _named("GPTNeoX", D | {"use_cache": False}),
@@ -124,7 +126,8 @@ _ROWS = [
     _named("Albert", B | {"embedding_size": 8}, "ForMaskedLM"),
     _named(
         "DistilBert",
-        {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0},
+        {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "dropout": 0.0,
+        "attention_dropout": 0.0},
         "ForMaskedLM",
     ),
     _named("MobileBert", B | {"embedding_size": 8, "true_hidden_size": 8, "intra_bottleneck_size": 8}, "ForMaskedLM"),
@@ -149,12 +152,15 @@ _ROWS = [
     _named("Whisper", SEQ | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32},
            "ForConditionalGeneration", spectrum),
     *(_named(name, V, "ForImageClassification", pixels) for name in ("ViT", "DeiT", "Beit", "ViTMSN", "Dinov2", "PoolFormer")),
-    _named("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3, "problem_type": V["problem_type"]},
+    _named("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3,
+        "problem_type": V["problem_type"]},
            "ForImageClassification", larger_pixels),
-    _named("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3, "problem_type": V["problem_type"]},
+    _named("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3,
+        "problem_type": V["problem_type"]},
            "ForImageClassification", larger_pixels),
     _named("Swin", {
-        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4, "num_labels": 3,
+        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2],
+        "window_size": 4, "num_labels": 3,
         "problem_type": V["problem_type"], "drop_path_rate": 0.0, **STILL,
     }, "ForImageClassification", pixels),
     _named("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.25, "num_labels": 3, "problem_type": V["problem_type"],
