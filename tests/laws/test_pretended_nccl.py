@@ -79,7 +79,7 @@ def test_a_step_of_several_ranks_has_no_race_and_the_bits_of_the_cpu(
 
 @pytest.mark.parametrize("wait", ["wait_event", "wait_stream"])
 def test_a_wait_that_a_step_of_several_ranks_leaves_out_is_found(ranks: RankPool, wait: str) -> None:
-    with pytest.raises(RankError, match="race|given back too early"):
+    with pytest.raises(RankError, match=r"race|given back too early"):
         ranks(4, differing, "hpz 3", MESHES["2x2"], "fp32", "LoCo", without=wait)
 
 
