@@ -274,18 +274,12 @@ def _in_one_call(
 def _start(
     label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
-    """Starts a collective of torch.distributed: immediately, or (on CUDA) on a separate stream that waits for `after`.
-
-    A backend's collective waits for the stream on which it is started, so the separate stream must wait for what the stream of
-    the compute has been given, too: `after` may end with work of its own, on tensors that were written there. The stream of the
-    compute waits for neither.
-    """
+    """Starts a collective now, or (on CUDA) on a stream that waits for `after` and the compute so far."""
     with Explained(label):
         if after is None or after.has_ended:
             return [collective(*tensors, group=axis.group, async_op=True)]
-        device = tensors[0].device
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(device))
+        stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(stream):
             after.wait()
             return [collective(*tensors, group=axis.group, async_op=True)]

@@ -41,8 +41,7 @@ class Pending:
         last: makes the result when `works` have ended; None if the result is in `out` by then.
         out: the tensor that will hold the result, so that the next collective can get it before this one has ended; None if there
             is none yet. In a graph it is the result.
-        reads: the tensor that it reads, and the collective that it waits for. (NCCL frees the tensors of a collective when any
-            stream waits for it. They must live until the stream of the compute does.)
+        reads: on NCCL, the tensor and the collective that must live until the compute waits for this one.
     """
 
     label: Label

@@ -158,7 +158,7 @@ def group_of(
     if (of, ranks) not in parts:
         limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
         # Only the group's own ranks make it, because `parent` may be only a part of the job.
-        with Explained(f"group {description!r} of ranks {list(ranks)}"), _name_of_group(name), _not_split():
+        with Explained(f"group {description!r} of ranks {list(ranks)}"), _new_group(name):
             parts[of, ranks] = dist.new_group(
                 list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
             )
@@ -166,25 +166,16 @@ def group_of(
 
 
 @contextmanager
-def _not_split() -> Iterator[None]:
-    """Inside, a new group does not split NCCL's communicator of the whole job, which needs a call of every rank of the job.
+def _new_group(name: str) -> Iterator[None]:
+    """Inside, a new group gets this name, by which ranks find each other, and does not split NCCL's communicator of the job.
 
-    Torch would split it where the default group was made with `device_id`; then a group that only its own ranks make would hang.
+    Torch's own name counts the groups of a process, which differ if a rank took no part in an earlier job. A split (after
+    `init_process_group(device_id=...)`) would wait for all ranks of the job.
     """
-    whole: Any = dist.group.WORLD
-    bound, whole.bound_device_id = whole.bound_device_id, None
-    try:
-        yield
-    finally:
-        whole.bound_device_id = bound
-
-
-@contextmanager
-def _name_of_group(name: str) -> Iterator[None]:
-    """Inside, a new group gets this name, by which ranks find each other.
-
-    Torch's own is made from the number of groups that a process has made, which differs if a rank took no part in an earlier job.
-    """
-    module: Any = dist.distributed_c10d
+    module, whole = dist.distributed_c10d, dist.group.WORLD
+    bound, whole.bound_device_id = whole.bound_device_id, None  # type: ignore[union-attr]
     with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
-        yield
+        try:
+            yield
+        finally:
+            whole.bound_device_id = bound  # type: ignore[union-attr]

@@ -220,9 +220,7 @@ class ForwardBackward:
             self._events.begin(run)
         self.status = "running"
         try:
-            # On CUDA autograd would run the nodes in a thread of its own, where what this thread has entered does not hold, and
-            # where ranks in lockstep would wait for each other.
-            with torch.autograd.set_multithreading_enabled(False):
+            with torch.autograd.set_multithreading_enabled(False):  # else, on CUDA, nodes run in another thread
                 yield
         except BaseException:
             self._abandon()

@@ -281,8 +281,8 @@ class Updater:
         if self.places is not None:
             from fzero.optim.rounding import salts_of
 
-            for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS), strict=True):
-                place.fill_(salt)  # fills do not wait for the device
+            for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS)):
+                place.fill_(salt)  # a copy would wait for the device
 
 
 def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:

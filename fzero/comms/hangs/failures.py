@@ -120,9 +120,8 @@ def keep_watch() -> None:
     limit = timeout_of_group(group).total_seconds()
     # NCCL ends the process at its own timeout, which starts a little before the host stops.
     seconds = limit - min(30.0, limit / 4) if on_cuda else float("inf")
-    # This thread's device: in the watchdog's thread the present one is 0, where other ranks compute.
-    stream = torch.cuda.default_stream(torch.cuda.current_device()) if on_cuda else None
-    is_stuck = None if stream is None else lambda: not stream.query()
+    own_device = torch.cuda.current_device() if on_cuda else 0  # in the watchdog's thread the present one is 0
+    is_stuck = (lambda: not torch.cuda.default_stream(own_device).query()) if on_cuda else None
     rank, answer = dist.get_rank(), Notified(store, dist.get_rank()).answer
     watchdog = Watchdog(store, rank, dist.get_world_size(), is_stuck=is_stuck, seconds=seconds, each_tick=answer)
     _WATCHES.append(_Watch(ref(group), watchdog, Meeting(store, rank, _is_gone)))
