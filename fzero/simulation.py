@@ -36,8 +36,8 @@ from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.outcome import check_outcome
 from fzero.runtime.origin import Origin
+from fzero.runtime.outcome import check_outcome
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.weights import differing
 from fzero.state import Metrics, TrainState, is_donated, taken
@@ -113,6 +113,8 @@ class LockstepRanks:
             return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
+        for step in self.steps:  # their models share tensors with the user's, which `_origin` checks
+            step.runtime.learned.origin.close()
 
     @property
     def plan(self) -> Plan:
