@@ -113,6 +113,8 @@ class LockstepRanks:
             return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
         self.steps = self._hub.run(make)
+        for step in self.steps:  # their models share tensors with the user's, which `_origin` checks
+            step.runtime.learned.origin.close()
 
     @property
     def plan(self) -> Plan:

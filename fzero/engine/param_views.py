@@ -104,7 +104,7 @@ class LiveParams:
         return [*map(id, chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules))))]
 
     def check_modules(self) -> None:
-        """Raises where a script has replaced, moved, added or removed modules with parameters: the state has no such values."""
+        """Raises where a script has replaced, moved, added or removed modules with parameters."""
         if self._look_at_modules() == self._children:
             return
         now = {n: x for n, x in self.model.named_parameters(remove_duplicate=False) if x is not None}

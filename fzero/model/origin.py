@@ -173,8 +173,8 @@ class Origin:
         lost = differing(changed)
         if found := sorted(replaced.intersection(lost)):
             raise ValueError(
-                f"model: must not change after the step is made, and {found[0]!r} is another tensor now (its module or the "
-                f"tensor was replaced), whose values the state does not have; {NEW_STEP}"
+                f"model: must not change after the step is made, and {found[0]!r} is another tensor now (it or its module "
+                f"was replaced), whose values the state does not have; {NEW_STEP}"
             )
         if lost and not self._has_warned:
             self._has_warned = True

@@ -35,6 +35,7 @@ class Model(nn.Module):
 def config(stage: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 4,
+        "gradient_clipping": 0.0,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
     }
