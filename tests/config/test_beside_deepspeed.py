@@ -51,7 +51,7 @@ def test_configured_schedules_give_every_group_deepspeed_s_rates(theirs: dict[st
             "optimizer": {"type": "AdamW", "params": {"lr": 0.7}},
             "scheduler": {"type": name, "params": params},
         }
-        engine, optimizer, _, scheduler = fzero.initialize(model=model, model_parameters=groups, config=cfg)
+        _, optimizer, _, scheduler = fzero.initialize(model=model, model_parameters=groups, config=cfg)
         found = []
         for _ in expected:
             found.append([group["lr"] for group in optimizer.param_groups])
