@@ -29,6 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fzero.checkpoint.client_values import restored
 from fzero.common.pickles import load_tensors
 from fzero.common.safe_files import check_inside, create
 from fzero.storage.ownership import Owner
@@ -151,10 +152,28 @@ def find(path: Path) -> Path:
             f"load: {path} must be complete, and was not written to its end; pass {path.parent}, whose {LATEST!r} names the last "
             f"complete one"
         )
+    if lost := whole_ones(path):
+        raise CheckpointError(
+            f"load: {path} must hold {LATEST!r}, which names one of its checkpoints, and it is missing; pass one of "
+            f"{[str(p) for p in lost]}, or write its name into {LATEST!r}"
+        )
+    if theirs := _foreign(path):
+        raise CheckpointError(
+            f"load: {path} must be written by fzero, and holds {theirs.name!r} of another program; take its weights with "
+            f"fzero.load_weights({str(path)!r}, step=step), or load a DeepSpeed checkpoint with "
+            f"fzero.checkpoint.import_deepspeed"
+        )
     raise NoCheckpointError(
         f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "
         f"folder that was saved to"
     )
+
+
+def _foreign(path: Path) -> Path | None:
+    """A file of weights or state that another program has written into the folder, or into a folder in it; else None."""
+    endings = (".distcp", ".safetensors", ".pt", ".pth", ".bin", ".ckpt")
+    found = (p for p in (*path.iterdir(), *path.glob("[!.]*/*")) if p.name == ".metadata" or p.suffix in endings)
+    return min((p for p in found if p.is_file() and not p.parent.name.startswith((SAVING, REMOVING))), default=None)
 
 
 def latest_of(path: Path, latest: str = LATEST) -> str:
@@ -182,8 +201,8 @@ def read_client(folder: Path) -> Any:
     """The user's value in a checkpoint; a CheckpointError if the file is damaged, or needs code to be read."""
     path = folder / CLIENT
     try:
-        return load_tensors(path)
-    except ValueError as error:
+        return restored(load_tensors(path))
+    except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(
             f"load: {path} must hold the value saved as client, and {error}; take another checkpoint, or only the weights of "
             f"this one with fzero.load_weights"

@@ -14,6 +14,7 @@ import json
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +27,7 @@ from torch import Tensor
 
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
+from fzero.checkpoint.client_values import plain
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
@@ -74,8 +76,8 @@ def save(
         state: of this step; it is not changed. Simulated steps (`simulate`) have simulated states.
         dir: a folder of checkpoints, which is made.
         step: the step that `state` belongs to.
-        client: other values to save, such as the position in the data: numbers, strings, lists, dicts and tensors. Rank 0's
-            is saved.
+        client: other values to save, such as the position in the data: numbers, strings, containers, tensors, and values of the
+            standard library and numpy. The parts of other types are left out, with a warning that names them. Rank 0's is saved.
         keep: the number of newest checkpoints to keep in `dir`; None keeps all. One more exists while the new one is written.
         without: names of frozen parameters that are left out; `Engine.load_checkpoint` takes them from its own model.
 
@@ -85,7 +87,7 @@ def save(
     Raises:
         CheckpointError: on every rank: the disk is too small (before anything is written), a file cannot be written, or
             another save to `dir` is under way.
-        ValueError: the state is not one of `step`, or `client` holds another type.
+        ValueError: the state is not one of `step`.
         CollectiveError: another rank died, or does not take part.
     """
     check_path("dir", dir)
@@ -400,15 +402,13 @@ def _started(
 
 
 def content_of(client: Any) -> bytes:
-    """The bytes of a user's value, which can be read without running code."""
+    """The bytes of a user's value, which can be read without running code; warns of the parts that are not kept as they are."""
+    stored, lines = plain(client)
+    if lines:
+        text = "client: holds values that a file without code cannot hold; {}; store numbers, strings, lists, dicts and tensors"
+        warnings.warn(text.format("; ".join(lines[:20])), stacklevel=6)
     content = io.BytesIO()
-    try:
-        torch.save(client, content)
-        content.seek(0)
-        load_tensors(content)
-    except Exception as error:
-        raise ValueError(
-            f"client: must hold numbers, strings, lists, dicts and tensors, got {type(client).__name__} which torch cannot store "
-            f"safely: {error}; leave out all other types"
-        ) from error
+    torch.save(stored, content)
+    content.seek(0)
+    load_tensors(content)
     return content.getvalue()

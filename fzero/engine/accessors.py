@@ -122,14 +122,14 @@ class Accessors(UsesDataEfficiency):
         """The number of micro-steps since the accumulation began."""
         return (self.micro_steps - self.counted_from) % self._gas
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether the next `step` updates, instead of counting micro-steps; call it before the backward."""
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Sets whether the next `step` updates, until None returns to counting micro-steps; call it before the backward."""
         if self._is_unmanaged:
             raise RuntimeError(
                 "engine.set_gradient_accumulation_boundary: needs managed_gradient_accumulation, which is false, so that every "
                 "engine.step() updates; leave one of them out"
             )
-        self._boundary = bool(is_boundary)
+        self._boundary = None if is_boundary is None else bool(is_boundary)
 
     def _samples(self, num_backwards: int = 0) -> int:
         """Samples of one update; 0 where no batch size is configured.

@@ -83,6 +83,19 @@ def test_any_order_of_forwards_and_backwards_trains_as_the_plain_loop(ranks: Ran
         assert_close(weights, expected)
 
 
+def test_a_boundary_of_none_returns_to_counting_micro_steps() -> None:
+    engine = made(1, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
+    engine.set_gradient_accumulation_boundary(False)
+    engine.set_gradient_accumulation_boundary(None)
+    boundaries = []
+    for _ in range(4):
+        x, y = (t.chunk(2)[0] for t in mine(engine, data(0)))
+        engine.backward(criterion(engine(x), y))
+        boundaries.append(engine.is_gradient_accumulation_boundary())
+        engine.step()
+    assert (boundaries, engine.global_steps) == ([False, True, False, True], 2)
+
+
 def _accumulates(stage: int, how: str) -> tuple[list[float], dict[str, Tensor]]:
     engine = made(stage, train_micro_batch_size_per_gpu=3, gradient_accumulation_steps=2)
     norms: list[Any] = []
