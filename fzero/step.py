@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 
+import torch
 from torch import Tensor, nn
 
 from fzero.common.profiler_ranges import profiler_range
@@ -25,6 +26,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
+from fzero.model.fetched_parameters import untraced
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
@@ -267,6 +269,8 @@ class TrainStep:
             ScheduleError: on this rank, but not on all ranks, the units ran in another order than the learned one.
             CollectiveError: another rank died or did not call.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return untraced(TrainStep.__call__)(self, state, batch)
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
         collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
@@ -475,9 +479,6 @@ class TrainStep:
         return explain(self, batch, machine=machine)
 
 
-# --- helpers -----------------------------------------------------------------------------------------------------
-
-
 def _with_program(run: StepRuntime) -> StepRuntime:
     """The runtime with the program that its recipe asks for."""
     if run.recipe.compile == "step":
@@ -487,9 +488,7 @@ def _with_program(run: StepRuntime) -> StepRuntime:
     if run.recipe.compile == "block":
         from fzero.graph.blocks import CompiledBlocks
 
-        num_lengths = len(run.recipe.drop.lengths) if run.recipe.drop is not None else 0
-        blocks = CompiledBlocks(run.recipe.blocks_to_compile, run.recipe.compile_backend, num_lengths=num_lengths)
-        run = replace(run, blocks=blocks)
+        run = replace(run, blocks=CompiledBlocks.of(run.recipe))
     return replace(run, runs=phases.forward_backward)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch._dynamo
@@ -24,6 +24,7 @@ from fzero.graph.backends import mend_reductions
 from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, replaced_forwards, with_own_code
 from fzero.model.own_params import as_plain
+from fzero.runtime.step_spec import StepSpec
 
 
 class CompiledBlocks:
@@ -44,6 +45,12 @@ class CompiledBlocks:
         # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
+
+    @classmethod
+    def of(cls, recipe: StepSpec) -> Self:
+        """The blocks that a step compiles."""
+        num_lengths = 0 if recipe.drop is None else len(recipe.drop.lengths)
+        return cls(recipe.blocks_to_compile, recipe.compile_backend, num_lengths=num_lengths)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

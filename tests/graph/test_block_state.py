@@ -273,3 +273,19 @@ def test_a_hook_that_comes_and_goes_between_steps_counts_while_it_is_there() -> 
     with pytest.warns(UserWarning, match="compiles no block with hooks on modules inside it"):
         got = curve_of(RUNNERS["block"])
     assert got == pytest.approx(curve_of({}), rel=1e-6)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("within", [False, True])
+def test_torch_compile_around_a_step_runs_the_step_as_it_is(runner: str, within: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    cfg = {"optimizer": {"type": "SGD", "params": {"lr": RATE}}, "gradient_clipping": 0.0}
+    step = fzero.make_train_step(Blocks(lambda _: None), cfg, **RUNNERS[runner])
+    call: Any = (lambda state, batch: step(state, batch)) if within else step
+    compiled = torch.compile(call, backend="aot_eager")
+    state, found = step.init(), list[float]()
+    for index in range(NUM_STEPS):
+        state, metrics = compiled(state, vectors(index))
+        found.append(metrics.loss.item())
+    assert found == pytest.approx([loss for loss, _ in plain(lambda _: None)], rel=1e-5)

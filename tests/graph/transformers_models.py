@@ -103,9 +103,9 @@ _ROWS = [
         for name in (
             "Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Phi", "Phi3", "StableLm", "Starcoder2", "Olmo", "Olmo2",
             "Cohere", "Granite", "Helium", "Glm", "SmolLM3", "Ministral", "Arcee", "Nemotron", "Glm4",
-            "Seed Oss".replace(" ", ""),
         )
     ),
+    _named("SeedOss", KV | {"attention_dropout": 0.0, "residual_dropout": 0.0}),
     _named("GPTNeoX", D | {"use_cache": False}),
     _named("GPT2", GPT, "LMHeadModel"),
     _named("GPTBigCode", GPT),
