@@ -1,5 +1,7 @@
-"""`GivenParams`: the parameters that a forward got. It must not change them, or take a gradient with respect to those of one
-visit alone.
+"""`GivenParams`: the parameters that a forward got, which it must not change.
+
+A forward has one node of autograd per unit, however often it visits the unit. A unit that is gathered again has new tensors, and
+these are outputs of the same node. So a gradient by any of them, which the model itself may ask for, is by the parameter.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
@@ -7,13 +9,15 @@ parameters twice, so a step does it only in the first forward of each kind, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
@@ -39,14 +43,21 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        is_shared: whether later forwards get the same parameters.
+        is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
     """
 
     unit: str
     plan: UnitPlan
     leaves: dict[str, Tensor]
     is_recorded: bool = False
-    is_shared: bool = False
+    is_kept: bool = False
+
+
+class _Outputs(NamedTuple):
+    """The parameters of a node of autograd, by name in the order of its outputs; "" is none."""
+
+    node: Any
+    names: Sequence[str]
 
 
 class _Given(NamedTuple):
@@ -68,30 +79,14 @@ class _Given(NamedTuple):
     @property
     def error(self) -> ValueError | None:
         """What the forward has done to the tensor that a parameter does not allow."""
-        hooks, marks = (self.leaf._backward_hooks or {}).values(), untraced(new_marks)(self.leaf)
-        is_kept = self.leaf.requires_grad is self.requires_grad
-        if is_kept and not marks and all(isinstance(hook, _RefusesParts) for hook in hooks):
+        marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
+        if is_kept and not marks and not self.leaf._backward_hooks:
             return None
         from fzero.runtime.parameter_errors import flag_changed, has_hook, marked
 
         if marks:
             return marked("parameter", self.name, marks[0])
         return has_hook(self.name) if is_kept else flag_changed(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _RefusesParts:
-    """A gradient hook on a parameter of a unit that is visited several times, by which the forward must not differentiate."""
-
-    given: GivenParams
-    name: str
-
-    def __call__(self, grad: Tensor) -> None:
-        """Raises ValueError inside the forward, where the model itself has asked for the gradient."""
-        if self.given.is_open:
-            from fzero.runtime.parameter_errors import partial_grad
-
-            raise partial_grad(self.name)
 
 
 class GivenParams:
@@ -102,38 +97,49 @@ class GivenParams:
 
     Attributes:
         is_open: whether the forward runs.
-        shared: the visits, by unit, that later forwards may have again; None if no visit is shared.
+        is_shared: whether all forwards get the same parameters. Their graphs share nodes: a backward must get its visits.
+        gives_again: whether the nodes that are made now save their outputs by name.
+        leaves: of a forward whose parameters are compared.
     """
 
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
-        self._scored, self.is_open = scored, False
-        self.shared: dict[str, Visit] | None = None
+        self._scored, self.is_open, self.is_shared, self.gives_again = scored, False, False, False
         self._given: list[_Given] | None = None  # None where values are not compared
-        self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
-        self._first: dict[str, list[ref[Tensor]]] = {}  # by unit, the leaves of the last forward's first visit
+        self.leaves: list[tuple[str, ref[Tensor]]] = []
+        self._kept: dict[str, Visit] = {}  # by unit, the visit of this forward that is kept
+        self._nodes: dict[str, list[_Outputs]] = {}  # by unit that is gathered, those of this forward
+        self._views: dict[str, Tensor] = {}  # that these nodes give out now
+        self._counters: list[tuple[str, Tensor]] = []  # the version counters of tensors that they have given out
 
     def begin(self, *, compares: bool, shares: bool) -> None:
         """Begins a forward; whether values of its parameters are compared, and whether it may share them with other forwards."""
         self.is_open, self._given = True, [] if compares else None
-        if not shares:
-            self.shared = None
+        self.share(self.is_shared and shares)
+        for unit, visit in [*self._kept.items()]:
+            visit.is_recorded = False
+            if any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
+                del self._kept[unit]
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
         self.check(None)
+        for name, counter in self._counters:
+            if counter._version:
+                raise self.was_changed(f"of {name!r}")
         self.is_open = False
+        self._nodes, self._counters = {}, []
+        if not self.is_shared:
+            self._kept = {}
 
     def share(self, shares: bool) -> None:
-        """Whether from here on all forwards get the same parameters. Their graphs share nodes: a backward must get its visits."""
-        self.shared = {} if shares else None
+        """Whether from here on all forwards get the same parameters."""
+        self.is_shared = shares
+        if not shares:
+            self._kept, self._nodes, self._counters = {}, {}, []
 
-    def shared_visit(self, unit: UnitPlan, forward: Forward) -> Visit | None:
-        """The first visit of a unit in an earlier forward, for its first visit in this one, if it is shared."""
-        visit = self.shared.get(unit.name) if self.shared and unit.name not in forward.visits else None
-        if visit is None or any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
-            return None
-        visit.is_recorded = False
-        return visit
+    def kept(self, unit: str) -> Visit | None:
+        """The visit of a unit that is not gathered, in this forward or in one that shares its parameters."""
+        return self._kept.get(unit) if self.is_open else None
 
     def name(self, error: RuntimeError) -> None:
         """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
@@ -163,7 +169,10 @@ class GivenParams:
             views |= unflatten(flat, buffer.layout)
         if seen:
             views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}  # for this visit alone
-        leaves = views if work is None else views | self._leaves(unit, views, forward, work)
+        if unit.name in self._nodes and self.is_open:
+            leaves = views | self._again(unit.name, views)
+        else:
+            leaves = views if work is None else views | self._leaves(unit, views, forward, work)
         if self._given is not None and self.is_open:
             self._given += [
                 _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
@@ -172,12 +181,23 @@ class GivenParams:
             self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
         for name, leaf in leaves.items():
             pass_as_parameter(leaf, name)
-        if self.is_open and work is not None:
-            self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
         visit = Visit(unit.name, unit, leaves)
-        if self.shared is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
-            visit.is_shared, self.shared[unit.name] = True, visit
+        if self.is_open and not unit.gathered_numel:
+            visit.is_kept, self._kept[unit.name] = True, visit
         return visit
+
+    def _again(self, unit: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The trained parameters of a unit that was gathered again, as outputs of the nodes of its first visit."""
+        found: dict[str, Tensor] = {}
+        self._views = {**views, "": torch.empty(0)}
+        for node, names in self._nodes[unit]:
+            found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
+        self._views = {}
+        for name, leaf in found.items():
+            counter = leaf.detach()  # autograd has given the leaf a version counter of its own
+            counter.data = leaf.new_empty(0)
+            self._counters.append((name, counter))
+        return found
 
     def _leaves(
         self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector
@@ -195,34 +215,33 @@ class GivenParams:
         small = [name for name in names if views[name].numel() <= SMALL]
         labels = ["" if name in still else name for name in small] if still else small
         given = [views[name] for name in small]
-        if len(small) == len(names):
-            outputs = root_of(work.anchor, work, unit.name, labels, given)
-            forward.roots.append(outputs[0].grad_fn)
-            return dict(zip(small, outputs, strict=True))
-        handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
-        forward.roots.append(handle.grad_fn)
-        found = dict(zip(small, leaves, strict=True))
-        for name in names:
-            if name not in found:
-                found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
-        return found
+        large = [name for name in names if views[name].numel() > SMALL]
+        with self._giving_again(unit, ["", *small, *large] if large else small):
+            if not large:
+                outputs = root_of(work.anchor, work, unit.name, labels, given)
+                forward.roots.append(outputs[0].grad_fn)
+                return self._outputs(unit, small, outputs)
+            handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
+            forward.roots.append(handle.grad_fn)
+            found = self._outputs(unit, ["", *small], (handle, *leaves))
+            for name in large:
+                leaf = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
+                found |= self._outputs(unit, [name], (leaf,))
+        return {name: found[name] for name in names}
 
-    def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """From a unit's second visit on, a gradient with respect to one of its parameters raises inside the forward.
+    def _giving_again(self, unit: UnitPlan, names: Sequence[str]) -> AbstractContextManager[object]:
+        """Inside, nodes save their outputs by name, so that they can give out other tensors as the same outputs."""
+        self.gives_again = self.is_open and unit.gathered_numel > 0
+        if not self.gives_again:
+            return nullcontext()
+        order = iter(names)
+        return saved_tensors_hooks(lambda output: next(order), lambda name: self._views[name])  # type: ignore[return-value]
 
-        Such a gradient would contain the part of one visit only.
-
-        Args:
-            leaves: the trained parameters in this visit.
-            is_first: whether this is the first visit in this forward.
-        """
-        if is_first:
-            self._first[unit] = [*map(ref, leaves.values())]
-            return
-        held = (leaf() for leaf in self._first.pop(unit, ()))  # by the model
-        for leaf in (*leaves.values(), *held):
-            if leaf is not None and leaf.requires_grad:
-                leaf.register_hook(_RefusesParts(self, leaf.fzero_name))  # type: ignore[attr-defined, no-untyped-call]
+    def _outputs(self, unit: UnitPlan, names: Sequence[str], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The outputs of a node by name."""
+        if self.gives_again:
+            self._nodes.setdefault(unit.name, []).append(_Outputs(outputs[0].grad_fn, names))
+        return dict(zip(names, outputs, strict=True))
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit when the forward leaves it; with None those of all units, at the end of the forward.
