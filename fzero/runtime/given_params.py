@@ -109,7 +109,6 @@ class GivenParams:
         self._kept: dict[str, Visit] = {}  # by unit, the visit of this forward that is kept
         self._nodes: dict[str, list[_Outputs]] = {}  # by unit that is gathered, those of this forward
         self._views: dict[str, Tensor] = {}  # that these nodes give out now
-        self._counters: list[tuple[str, Tensor]] = []  # the version counters of tensors that they have given out
 
     def begin(self, *, compares: bool, shares: bool) -> None:
         """Begins a forward; whether values of its parameters are compared, and whether it may share them with other forwards."""
@@ -123,11 +122,8 @@ class GivenParams:
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
         self.check(None)
-        for name, counter in self._counters:
-            if counter._version:
-                raise self.was_changed(f"of {name!r}")
         self.is_open = False
-        self._nodes, self._counters = {}, []
+        self._nodes = {}
         if not self.is_shared:
             self._kept = {}
 
@@ -135,7 +131,7 @@ class GivenParams:
         """Whether from here on all forwards get the same parameters."""
         self.is_shared = shares
         if not shares:
-            self._kept, self._nodes, self._counters = {}, {}, []
+            self._kept, self._nodes = {}, {}
 
     def kept(self, unit: str) -> Visit | None:
         """The visit of a unit that is not gathered, in this forward or in one that shares its parameters."""
@@ -193,10 +189,6 @@ class GivenParams:
         for node, names in self._nodes[unit]:
             found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
         self._views = {}
-        for name, leaf in found.items():
-            counter = leaf.detach()  # autograd has given the leaf a version counter of its own
-            counter.data = leaf.new_empty(0)
-            self._counters.append((name, counter))
         return found
 
     def _leaves(
