@@ -36,9 +36,9 @@ from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
 from fzero.runtime.fetched_parameters import untraced
-from fzero.runtime.forwards import Forwards, sum_of
+from fzero.runtime.forwards import Forwards, Visit, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
-from fzero.runtime.given_params import GivenParams, Visit
+from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
 from fzero.runtime.module_binding import beneath_model, beneath_modes
 from fzero.runtime.reductions import Reductions
@@ -127,7 +127,7 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self.given.begin(compares=compares, shares=not (compares or still))
+            self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
             try:
                 with _saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
@@ -261,7 +261,8 @@ class ForwardBackward:
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         present = self._present
-        if present is None or name not in present.leaves:
+        is_open = self.given.is_open
+        if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
             unit = _unit_of(self.plan, name)
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
@@ -282,14 +283,15 @@ class ForwardBackward:
             self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
-        visit = self.given.kept(unit.name)
+        forward = self.forwards.last if self.given.is_open else self.forwards.of_node
+        visit = forward.kept.get(unit.name)
         if visit is None or not self.gathers_nothing:
             with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
                 self._leave(unit.name)
                 self._events.ask("enter", unit.name)
                 if visit is None:
                     work, flats = None if self.grads is None else self, self.gathers.full(unit)
-                    visit = self.given.visit(unit, flats, self.forwards.last, work, seen=self.gathers.seen(unit))
+                    visit = self.given.visit(unit, flats, forward, work, seen=self.gathers.seen(unit))
         self._present = visit
         return visit
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 from weakref import ref
 
 import torch
@@ -22,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
 from fzero.runtime.fetched_parameters import new_marks, untraced
-from fzero.runtime.forwards import Forward
+from fzero.runtime.forwards import Forward, NodeOutputs, Visit
 from fzero.runtime.own_params import bits_of, pass_as_parameter
 from sharding.views import unflatten
 
@@ -32,32 +31,6 @@ class GradCollector(Protocol):
 
     @property
     def anchor(self) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class Visit:
-    """One visit of a unit by the model.
-
-    Attributes:
-        unit: its name.
-        plan: the unit.
-        leaves: its parameters as the model sees them, by name.
-        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
-    """
-
-    unit: str
-    plan: UnitPlan
-    leaves: dict[str, Tensor]
-    is_recorded: bool = False
-    is_kept: bool = False
-
-
-class _Outputs(NamedTuple):
-    """The parameters of a node of autograd, by name in the order of its outputs; "" is none."""
-
-    node: Any
-    names: Sequence[str]
 
 
 class _Given(NamedTuple):
@@ -106,36 +79,33 @@ class GivenParams:
         self._scored, self.is_open, self.is_shared, self.gives_again = scored, False, False, False
         self._given: list[_Given] | None = None  # None where values are not compared
         self.leaves: list[tuple[str, ref[Tensor]]] = []
-        self._kept: dict[str, Visit] = {}  # by unit, the visit of this forward that is kept
-        self._nodes: dict[str, list[_Outputs]] = {}  # by unit that is gathered, those of this forward
-        self._views: dict[str, Tensor] = {}  # that these nodes give out now
+        self._kept: dict[str, Visit] = {}  # those of the last forward, if it is shared
+        self._views: dict[str, Tensor] = {}  # that nodes give out now
 
-    def begin(self, *, compares: bool, shares: bool) -> None:
-        """Begins a forward; whether values of its parameters are compared, and whether it may share them with other forwards."""
+    def begin(self, forward: Forward, *, compares: bool, shares: bool) -> None:
+        """Begins a forward.
+
+        Args:
+            compares: whether values of its parameters are compared.
+            shares: whether it may share its parameters with other forwards.
+        """
         self.is_open, self._given = True, [] if compares else None
-        self.share(self.is_shared and shares)
-        for unit, visit in [*self._kept.items()]:
-            visit.is_recorded = False
-            if any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
-                del self._kept[unit]
+        self.is_shared &= shares
+        if self.is_shared:
+            for unit, visit in self._kept.items():
+                visit.is_recorded = False
+                if not any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
+                    forward.kept[unit] = visit
+            self._kept = forward.kept
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
         self.check(None)
         self.is_open = False
-        self._nodes = {}
-        if not self.is_shared:
-            self._kept = {}
 
     def share(self, shares: bool) -> None:
         """Whether from here on all forwards get the same parameters."""
-        self.is_shared = shares
-        if not shares:
-            self._kept, self._nodes = {}, {}
-
-    def kept(self, unit: str) -> Visit | None:
-        """The visit of a unit that is not gathered, in this forward or in one that shares its parameters."""
-        return self._kept.get(unit) if self.is_open else None
+        self.is_shared, self._kept = shares, {}
 
     def name(self, error: RuntimeError) -> None:
         """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
@@ -156,7 +126,7 @@ class GivenParams:
 
         Args:
             flats: its full flat buffers (P).
-            forward: the present forward, or in a backward the last one.
+            forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
             seen: the compressed values that modules get in place of its parameters.
         """
@@ -165,10 +135,7 @@ class GivenParams:
             views |= unflatten(flat, buffer.layout)
         if seen:
             views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}  # for this visit alone
-        if unit.name in self._nodes and self.is_open:
-            leaves = views | self._again(unit.name, views)
-        else:
-            leaves = views if work is None else views | self._leaves(unit, views, forward, work)
+        leaves = views if work is None else views | self._leaves(unit, views, forward, work)
         if self._given is not None and self.is_open:
             self._given += [
                 _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
@@ -177,24 +144,31 @@ class GivenParams:
             self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
         for name, leaf in leaves.items():
             pass_as_parameter(leaf, name)
-        visit = Visit(unit.name, unit, leaves)
+        visit = Visit(unit.name, unit, leaves, forward)
         if self.is_open and not unit.gathered_numel:
-            visit.is_kept, self._kept[unit.name] = True, visit
+            visit.is_kept, forward.kept[unit.name] = True, visit
         return visit
 
-    def _again(self, unit: str, views: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The trained parameters of a unit that was gathered again, as outputs of the nodes of its first visit."""
+    def _again(self, nodes: Sequence[NodeOutputs], views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The trained parameters of a unit that was gathered again, as outputs of the nodes of its first visit. Empty if a
+        backward inside the present one has gone through these nodes, and freed them."""
         found: dict[str, Tensor] = {}
         self._views = {**views, "": torch.empty(0)}
-        for node, names in self._nodes[unit]:
-            found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
-        self._views = {}
+        try:
+            for node, names in nodes:
+                found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
+        except RuntimeError:
+            return {}
+        finally:
+            self._views = {}
         return found
 
     def _leaves(
         self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector
     ) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
+        if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
+            return again
         names, still = unit.trained, forward.still
         if self._scored:
             names = tuple(name for name in views if name in names or name in self._scored)
@@ -208,17 +182,21 @@ class GivenParams:
         labels = ["" if name in still else name for name in small] if still else small
         given = [views[name] for name in small]
         large = [name for name in names if views[name].numel() > SMALL]
+        made: list[NodeOutputs] = []
         with self._giving_again(unit, ["", *small, *large] if large else small):
             if not large:
                 outputs = root_of(work.anchor, work, unit.name, labels, given)
-                forward.roots.append(outputs[0].grad_fn)
-                return self._outputs(unit, small, outputs)
-            handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
-            forward.roots.append(handle.grad_fn)
-            found = self._outputs(unit, ["", *small], (handle, *leaves))
+                made.append(NodeOutputs(outputs[0].grad_fn, small))
+            else:
+                outputs = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
+                made.append(NodeOutputs(outputs[0].grad_fn, ["", *small]))
+            found = dict(zip(made[0].names, outputs, strict=True))
             for name in large:
-                leaf = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
-                found |= self._outputs(unit, [name], (leaf,))
+                found[name] = leaf_of(found[""], views[name], work, unit.name, "" if name in still else name)
+                made.append(NodeOutputs(found[name].grad_fn, [name]))
+        forward.roots.append(made[0].node)
+        if self.gives_again:
+            forward.nodes[unit.name] = made
         return {name: found[name] for name in names}
 
     def _giving_again(self, unit: UnitPlan, names: Sequence[str]) -> AbstractContextManager[object]:
@@ -228,12 +206,6 @@ class GivenParams:
             return nullcontext()
         order = iter(names)
         return saved_tensors_hooks(lambda output: next(order), lambda name: self._views[name])  # type: ignore[return-value]
-
-    def _outputs(self, unit: UnitPlan, names: Sequence[str], outputs: Sequence[Tensor]) -> dict[str, Tensor]:
-        """The outputs of a node by name."""
-        if self.gives_again:
-            self._nodes.setdefault(unit.name, []).append(_Outputs(outputs[0].grad_fn, names))
-        return dict(zip(names, outputs, strict=True))
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit when the forward leaves it; with None those of all units, at the end of the forward.
