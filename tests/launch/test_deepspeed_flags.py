@@ -188,9 +188,9 @@ def _check_ranks(found: list[list[object]], words: Sequence[str]) -> None:
     bound = "--bind_cores_to_rank" in words
     num_cores = len(os.sched_getaffinity(0))
     each = num_cores // 2 if bound else num_cores
-    for rank, (given, cores, threads) in enumerate(found):
+    for rank, (words_of_rank, cores, threads) in enumerate(found):
         passed = [f"--local_rank={rank}"] if PASSED[tuple(words)] else []
-        assert given == [*passed, "--steps", "3"] and cores == each, (rank, given, cores)
+        assert words_of_rank == [*passed, "--steps", "3"] and cores == each, (rank, words_of_rank, cores)
         assert not bound or threads == str(each)
 
 
