@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from pathlib import Path
+from os import PathLike, fspath
 from typing import Any, NoReturn
 
 import torch
@@ -90,8 +90,8 @@ def check_whole(field: str, value: object, least: int) -> None:
 
 
 def check_path(field: str, path: object) -> None:
-    """Raises unless it is a path; an empty path would be the current folder."""
-    if not isinstance(path, str | Path) or not str(path):
+    """Raises unless it is a path, also one of another class (`os.PathLike`); an empty path would be the current folder."""
+    if not isinstance(path, str | PathLike) or not fspath(path):
         refuse(field, "a path", path, "pass one, '.' for the present folder")
 
 

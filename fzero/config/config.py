@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
+from os import PathLike
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
@@ -280,7 +280,7 @@ class Config(Block):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
 
     @classmethod
-    def load(cls, source: Mapping[str, Any] | str | Path | Config) -> Config:
+    def load(cls, source: Mapping[str, Any] | str | PathLike[str] | Config) -> Config:
         """Reads a mapping, the path of a JSON or Hjson file, or a urlsafe-base64 string of JSON.
 
         A value `"auto"` counts as left out: it is for a program that fills the file in. Warns (`ConfigWarning`) of each
@@ -300,7 +300,7 @@ class Config(Block):
             return source
         from fzero.config.unused_keys import SAYS_NOT_YET, split_keys
 
-        if isinstance(source, str | Path):
+        if isinstance(source, str | PathLike):
             from fzero.config.files import read  # a mapping needs no parser
 
             source = read(source)

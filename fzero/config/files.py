@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Iterator, Mapping
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,14 +23,14 @@ class _Repeated(NamedTuple):
     times: int
 
 
-def read(source: str | Path) -> Mapping[str, Any]:
+def read(source: str | PathLike[str]) -> Mapping[str, Any]:
     """The mapping in a JSON or Hjson file, or in a urlsafe-base64 string of JSON.
 
     Raises:
         ConfigError: the file cannot be read or parsed, holds no object, or a key occurs twice in an object.
     """
     text = _from_base64(source) if isinstance(source, str) else None
-    name = repr(str(source)) if text is None else "the base64 string"
+    name = repr(fspath(source)) if text is None else "the base64 string"
     try:
         data = _parse(Path(source).read_text("utf-8") if text is None else text)
     except OSError as error:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 version, git_hash, git_branch = "0.19.6", "fzero", "fzero"
-installed_ops: dict[str, bool] = {}
-compatible_ops: dict[str, bool] = {}
+compatible_ops: dict[str, bool] = dict.fromkeys(
+    [
+        "async_io",
+        "cpu_adam",
+        "deepspeed_ccl_comm",
+        "deepspeed_not_implemented",
+        "deepspeed_shm_comm",
+        "fused_adam",
+        "pin_memory",
+    ],
+    False,
+)
+"""DeepSpeed's compiled operators by name, of which fzero has none."""
+installed_ops = dict(compatible_ops)
 accelerator_name = "cpu"
 torch_info = {"version": "0.0", "cuda_version": "0.0", "hip_version": "0.0"}

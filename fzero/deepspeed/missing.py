@@ -1,7 +1,8 @@
 """Stand-ins for names of DeepSpeed that fzero has nothing for: they can be imported, and raise when they are used.
 
 A function raises when it is called. A class can be named in `isinstance`, in annotations and as a base; it raises when it is
-instantiated, and its attributes raise. An exception is an exception, which nothing raises. Constants have DeepSpeed's values.
+instantiated, and its attributes raise, but for constants that are strings. An exception is an exception, which nothing
+raises. Constants have DeepSpeed's values.
 """
 
 from __future__ import annotations
@@ -128,7 +129,8 @@ def _class(origin: Definition) -> type:
     def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(message(str(origin)))
 
-    return MissingClass(origin.name, (), {**_about(origin), "__new__": __new__, "fzero_stands_in": True})
+    constants = modules()[origin.module].attributes.get(origin.name, {})
+    return MissingClass(origin.name, (), {**constants, **_about(origin), "__new__": __new__, "fzero_stands_in": True})
 
 
 def _error(origin: Definition) -> type[Exception]:

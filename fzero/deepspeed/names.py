@@ -21,6 +21,8 @@ class Recorded:
     is_package: bool
     own: Mapping[str, NameKind]
     constants: Mapping[str, Any]
+    attributes: Mapping[str, Mapping[str, str]]
+    """The constants of each class that are strings."""
     imported: Mapping[str, tuple[str, str]]
     """(module, name there) of each imported name; the name is "" for a module."""
     stars: tuple[str, ...]
@@ -61,6 +63,7 @@ def _recorded(entry: Mapping[str, Any]) -> Recorded:
         is_package=entry.get("is_package", False),
         own=own | dict.fromkeys(entry.get("constants", ()), "constants"),
         constants=entry.get("constants", {}),
+        attributes=entry.get("attributes", {}),
         imported=_imported(entry.get("imported", {})),
         stars=tuple(entry.get("stars", "").split()),
         exported=frozenset(entry["exported"].split()) if "exported" in entry else None,

@@ -22,8 +22,8 @@ class ResumableLoader:
         dataset: with a length.
         batch_size: samples of one batch on one rank.
         rank, world_size: select this rank's part of each epoch.
-        drop_last: whether samples that do not fill a batch on every rank are dropped. Otherwise the last batch is smaller, and
-            samples are repeated until all ranks have equally many.
+        drop_last: whether a last batch that is not full is dropped. First, samples are repeated until all ranks have equally
+            many; so an epoch has as many batches as DeepSpeed's.
         shuffle: whether each epoch has another order, which depends on `seed`.
         collate_fn, num_workers, pin_memory: as for `torch.utils.data.DataLoader`.
 
@@ -49,7 +49,7 @@ class ResumableLoader:
         check_indexed(dataset)
         self.dataset, self.batch_size, self.world_size = dataset, batch_size, world_size
         self.sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last
+            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed
         )
         self._batches = BatchSampler(self.sampler, batch_size, drop_last)
         self._how = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}

@@ -43,6 +43,14 @@ from fzero.step import AccumulationWindow, TrainStep
 T = TypeVar("T")
 
 
+class CallError(RuntimeError, AssertionError):
+    """A call that does not fit the engine's state. DeepSpeed asserts these, and its scripts catch that."""
+
+
+class LossError(ValueError, AssertionError):
+    """A loss that no backward can begin with; also an AssertionError, as in DeepSpeed."""
+
+
 class Engine(KeepsFiles, HasTools, nn.Module):
     """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
 
@@ -141,19 +149,17 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         """
         self._check_loss("scale", loss)
         if self.open_window is None:
-            raise RuntimeError("engine.scale: must follow a forward since the last update; call engine(...) first")
+            raise CallError("engine.scale: must follow a forward since the last update; call engine(...) first")
         self._direct.scaled(loss.reshape(()))
         return scaled_loss(self.active_step().runtime, self.open_window, loss)
 
     def _check_loss(self, where: str, loss: Any) -> None:
         if self.optimizer is None:
-            raise RuntimeError(
-                f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration"
-            )
+            raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             is_tensor = isinstance(loss, Tensor)
             given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
-            raise ValueError(
+            raise LossError(
                 f"engine.{where}: needs a scalar loss that depends on the module's parameters, got {given}; "
                 f"output.backward(gradient) takes another tensor"
             )
@@ -202,7 +208,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         """
         self._direct.settle()
         if not self._is_syncing:
-            raise RuntimeError(
+            raise CallError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
         self._is_applied, updates = False, self._is_unmanaged or self.is_gradient_accumulation_boundary()
@@ -286,12 +292,12 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
         if self.train_step.plan.stage >= 2:
-            raise RuntimeError(
+            raise CallError(
                 f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
                 f"gradients; leave it out"
             )
         if not self._is_syncing:
-            raise RuntimeError("engine.no_sync: must not be nested; leave the inner one out")
+            raise CallError("engine.no_sync: must not be nested; leave the inner one out")
         self._is_syncing = False
         try:
             yield

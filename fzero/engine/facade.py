@@ -65,7 +65,7 @@ class HasTools(Accessors):
         if data_sampler is None and route == "train" and self.is_map_style_dataset(dataset):
             return ResumableLoader(dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how)
         if data_sampler is None and self.is_map_style_dataset(dataset):
-            data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False, drop_last=drops)
+            data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
         return DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
 
     @staticmethod
@@ -78,6 +78,9 @@ class HasTools(Accessors):
 
     def empty_partition_cache(self) -> None:
         """Does nothing: no gathered parameter outlives a forward or a backward."""
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Does nothing: `backward` has reduced the gradients; `step` raises where it has not."""
 
     def get_compile_time(self) -> float:
         """0: what `torch.compile` takes is part of the first forwards."""

@@ -6,7 +6,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -39,7 +38,7 @@ from fzero.runtime.step_spec import StepSpec, bind
 from fzero.step import TrainStep
 from sharding import Mesh
 
-Source = Mapping[str, Any] | str | Path | Config
+Source = Mapping[str, Any] | str | os.PathLike[str] | Config
 
 
 def initialize(
@@ -95,7 +94,9 @@ def initialize(
         MismatchError: on every rank, when ranks differ.
     """
     source = _source(args, config, config_params)
-    source = read(source) if isinstance(source, str | Path) else source
+    source = read(source) if isinstance(source, str | os.PathLike) else source
+    if model is None:
+        raise ConfigError("model: must be a torch.nn.Module, got None; pass the model to train")
     check_model(model)
     assert isinstance(model, nn.Module)
     check_no_inference("initialize")
@@ -135,7 +136,7 @@ def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any
     if seen is None or (given is None and cfg.scheduler is None):
         return None
     if given is None:
-        return ConfiguredScheduler(seen, rates, momentum)
+        return ConfiguredScheduler(seen, rates, momentum, kind=cfg.scheduler.type)  # type: ignore[union-attr]
     return given(seen) if callable(given) else given
 
 
@@ -237,7 +238,8 @@ def _loader(
             num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
         )  # fmt: skip
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    return ResumableLoader(data, drop_last=drop_last, pin_memory=pin_memory, **how)
+    in_order = isinstance(step.recipe.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
+    return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
 
 
 def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Module:

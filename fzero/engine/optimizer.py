@@ -179,9 +179,13 @@ class ConfiguredScheduler:
         optimizer: receives the rates in its groups.
         rates: the learning rate of each group at the update after n others.
         momentum: the first beta likewise, where the schedule changes it.
+        kind: the schedule's name in the configuration; `isinstance` of DeepSpeed's class of that name is true.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, rates: Sequence[Schedule], momentum: Schedule | None) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, rates: Sequence[Schedule], momentum: Schedule | None, *, kind: str = ""
+    ) -> None:
+        self.kind = kind
         self.optimizer, self._rates, self._momentum = optimizer, list(rates), momentum
         self.last_batch_iteration = -1
         self._write()
@@ -216,6 +220,6 @@ class ConfiguredScheduler:
     def state_dict(self) -> dict[str, int]:
         return {"last_batch_iteration": self.last_batch_iteration}
 
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.last_batch_iteration = state_dict["last_batch_iteration"]
+    def load_state_dict(self, sd: dict[str, int]) -> None:
+        self.last_batch_iteration = sd["last_batch_iteration"]
         self._write()

@@ -109,7 +109,7 @@ _BY_BACKWARD = "engine.backward(loss) reduces gradients, on all ranks together"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "all_gather_scalar", "allreduce_and_copy", "allreduce_bucket", "allreduce_gradients", "allreduce_no_retain",
+            "all_gather_scalar", "allreduce_and_copy", "allreduce_bucket", "allreduce_no_retain",
             "buffered_allreduce_fallback", "coalesce_grad_reduction", "sparse_all_gather", "sparse_allreduce",
             "sparse_allreduce_bucket", "sparse_allreduce_no_retain",
         ),

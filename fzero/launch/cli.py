@@ -168,11 +168,12 @@ def program_of(given: argparse.Namespace, hosts: tuple[Host, ...]) -> tuple[str,
     """The command of every rank."""
     if given.no_python and given.module:
         raise LaunchError("--no_python and --module exclude each other: a module is run by python")
+    python = (sys.executable, "-u")
     if given.as_deepspeed:
-        flag = ("--no_python",) if given.no_python else ("-m",) if given.module else ()
-        return (sys.executable, "-u", "-m", "fzero.deepspeed", *flag, given.script, *given.args)
-    before = () if given.no_python else (sys.executable, "-u", *(("-m",) if given.module else ()))
-    return rank_words(given, (*before, given.script), hosts)
+        before = (*python, "-m", "fzero.deepspeed", *(("--no_python",) if given.no_python else ()))
+    else:
+        before = () if given.no_python else python
+    return rank_words(given, (*before, *(("-m",) if given.module else ()), given.script), hosts)
 
 
 def check_program(given: argparse.Namespace, environment: Mapping[str, str]) -> None:

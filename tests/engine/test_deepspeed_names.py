@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib
 import inspect
+import json
 import logging
 import random
 import types
@@ -24,6 +25,7 @@ import fzero.deepspeed as deepspeed
 from fzero.deepspeed.runtime.config import DeepSpeedConfig, DeepSpeedConfigError
 from fzero.deepspeed.runtime.zero.offload_config import OffloadDeviceEnum, OffloadStateTypeEnum
 from fzero.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+from fzero.deepspeed.utils.torch import required_torch_version
 from fzero.engine.settings_table import GIVEN, REFUSED
 
 CLIENTS = {
@@ -160,9 +162,9 @@ def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys:
 def test_what_is_not_configuration_is_refused_in_words() -> None:
     engine = made(1)
     with pytest.raises(
-        RuntimeError, match=r"engine.allreduce_gradients: must not be called.*engine.backward\(loss\) reduces"
+        RuntimeError, match=r"engine.allreduce_bucket: must not be called.*engine.backward\(loss\) reduces"
     ):
-        engine.allreduce_gradients()
+        engine.allreduce_bucket()
     with pytest.raises(AttributeError, match=r"engine.optimizer: has no 'averaged_gradients'"):
         getattr(engine.optimizer, "averaged_gradients")  # noqa: B009
     with pytest.raises(RuntimeError, match=r"call engine.backward\(loss\)"):
@@ -196,6 +198,73 @@ def test_a_script_finds_its_tools_on_the_engine(tmp_path: Path, capsys: pytest.C
     assert {tuple(x.tolist()) for x, _ in engine.deepspeed_io(dataset, batch_size=1).dataset} == {  # type: ignore[attr-defined]
         tuple(x.tolist()) for x in data(0)[0]
     }
+
+
+# --- errors and classes that scripts ask for -----------------------------------------------------------------------
+
+
+class _Path:
+    """A path that is no pathlib.Path."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        return str(self._path)
+
+
+def _in_no_sync(engine: Any) -> None:
+    with engine.no_sync():
+        engine.step()
+
+
+ASSERTED = {
+    "no model": lambda: fzero.initialize(model=None, config=settings(1)),
+    "two configurations": lambda: fzero.initialize(model=make(Net), config=settings(1), config_params=settings(1)),
+    "no batch size": lambda: DeepSpeedConfig({"gradient_accumulation_steps": 2, "train_batch_size": 3}),
+    "no_sync in stage 2": lambda: made(2).no_sync().__enter__(),
+    "step in no_sync": lambda: _in_no_sync(made(1)),
+    "scale of no scalar": lambda: made(1).scale(torch.ones(2)),
+    "backward of no tensor": lambda: made(1).backward(1.0),
+    "no version": lambda: required_torch_version(),
+}
+"""What DeepSpeed asserts, so that scripts catch an AssertionError."""
+
+
+@pytest.mark.parametrize("case", ASSERTED)
+def test_what_deepspeed_asserts_is_an_assertion_error_here(case: str) -> None:
+    with pytest.raises(AssertionError):
+        ASSERTED[case]()
+
+
+@pytest.mark.parametrize("name", deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES)
+def test_a_configured_scheduler_is_an_instance_of_its_class(name: str) -> None:
+    params = {"LRRangeTest": {}, "WarmupLR": {}, "OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
+    block = {"type": name, "params": params.get(name, {"total_num_steps": 9, "warmup_num_steps": 2})}
+    scheduler = fzero.initialize(model=make(Net), config=settings(1, scheduler=block))[3]
+    classes = {x: getattr(deepspeed.runtime.lr_schedules, x) for x in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES}
+    expected = {name} | ({"WarmupLR"} if name == "WarmupDecayLR" else set())
+    assert {x for x, cls in classes.items() if isinstance(scheduler, cls)} == expected
+
+
+def test_paths_of_any_class_are_paths(tmp_path: Path) -> None:
+    (tmp_path / "c.json").write_text(json.dumps(settings(1)))
+    engine = fzero.initialize(model=make(Net), config=_Path(tmp_path / "c.json"))[0]  # type: ignore[arg-type]
+    _steps(engine, 0)
+    engine.save_checkpoint(_Path(tmp_path))  # type: ignore[arg-type]
+    engine.save_16bit_model(_Path(tmp_path))  # type: ignore[arg-type]
+    assert engine.load_checkpoint(_Path(tmp_path))[0] is not None  # type: ignore[arg-type]
+
+
+def test_errors_of_elasticity_have_deepspeeds_classes() -> None:
+    elasticity = deepspeed.elasticity
+    block = {"enabled": True, "max_train_batch_size": 8, "micro_batch_sizes": [2], "version": 0.1}
+    for wrong in ({}, {"elasticity": {"enabled": True}}, {"elasticity": block | {"micro_batch_sizes": [0]}}):
+        with pytest.raises(elasticity.ElasticityConfigError) as error:
+            elasticity.compute_elastic_config(wrong, "0.19.6")
+        assert isinstance(error.value, elasticity.ElasticityError)
+    with pytest.raises(elasticity.ElasticityIncompatibleWorldSize):
+        elasticity.compute_elastic_config({"elasticity": block}, "0.19.6", world_size=3)
 
 
 # --- the optimizer -------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -23,6 +25,7 @@ from training import make
 import fzero
 import fzero.deepspeed as deepspeed
 from fzero.config.config import ConfigError, ConfigWarning
+from fzero.deepspeed.pipe import PipelineModule
 
 NUM_STEPS = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -294,6 +297,61 @@ def test_a_loader_goes_on_where_another_one_stopped_on_another_number_of_ranks(
     assert rest[0] == whole[0][8:20]
     epoch = {x for batch in whole[0][: 9 if drop_last else 10] for x in batch}
     assert len(epoch) == (27 if drop_last else 29)
+
+
+SIZES = [(12, 3), (13, 3), (29, 4), (15, 4), (3, 2), (7, 7)]
+"""Samples of a dataset, and of a batch of one rank."""
+
+
+def _of_every_loader(num_samples: int, batch_size: int, drop_last: bool) -> dict[str, list[list[int]]]:
+    """The batches of the first epoch of each loader that the engine makes."""
+    data = list(range(num_samples))
+    keys = {"train_micro_batch_size_per_gpu": batch_size, "dataloader_drop_last": drop_last}
+    engine, _, loader, _ = fzero.initialize(model=make(Net), config=settings(0, **keys), training_data=data)
+    layers = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
+    piped = fzero.initialize(model=layers, config=settings(0, **keys), training_data=data)[2]
+    made = {"training_data": loader, "pipeline": piped} | {
+        route: engine.deepspeed_io(data, route=route) for route in ("train", "eval", "predict")
+    }
+    sampler = list(reversed(data))
+    made["sampler"] = engine.deepspeed_io(data, data_sampler=sampler)
+    return {name: [batch.tolist() for batch in loader] for name, loader in made.items()}
+
+
+def _deepspeeds(num: int, size: int, drop_last: bool, rank: int, of: Any) -> dict[str, list[list[int]]]:
+    """The batches of DeepSpeed's loaders: `of` makes one from a dataset, a sampler or None, and the rest."""
+    data = list(range(num))
+    in_order = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+    samplers = dict.fromkeys(("training_data", "train")) | dict.fromkeys(("pipeline", "eval", "predict"), in_order)
+    samplers["sampler"] = [*reversed(data)]  # type: ignore[assignment]
+    return {name: [x.tolist() for x in of(data, sampler, size, drop_last, rank)] for name, sampler in samplers.items()}
+
+
+def _as_deepspeed(data: Any, sampler: Any, size: int, drop_last: bool, rank: int) -> Any:
+    """What DeepSpeedDataLoader makes: an epoch of DistributedSampler's first order, padded to the ranks and then cut."""
+    sampler = torch.utils.data.DistributedSampler(data, 2, rank) if sampler is None else sampler
+    return torch.utils.data.DataLoader(data, size, sampler=sampler, drop_last=drop_last)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_every_loader_draws_the_batches_of_deepspeeds(ranks: RankPool, sizes: tuple[int, int], drop_last: bool) -> None:
+    """Order, shuffling, padding, and the number of batches of the first epoch. (Later ones are shuffled anew here.)"""
+    for rank, found in enumerate(ranks(2, _of_every_loader, *sizes, drop_last)):
+        assert found == _deepspeeds(*sizes, drop_last, rank, _as_deepspeed)
+
+
+@pytest.mark.long
+def test_deepspeeds_loader_is_what_the_table_says() -> None:
+    real = importlib.import_module("deepspeed.runtime.dataloader").DeepSpeedDataLoader
+
+    def of(data: Any, sampler: Any, size: int, drop_last: bool, rank: int) -> Any:
+        return real(data, size, False, 0, None, num_local_io_workers=0, data_sampler=sampler, data_parallel_world_size=2,
+                    data_parallel_rank=rank, dataloader_drop_last=drop_last)  # fmt: skip
+
+    for (num, size), drop_last, rank in itertools.product(SIZES, (False, True), range(2)):
+        args = (num, size, drop_last, rank)
+        assert _deepspeeds(*args, of) == _deepspeeds(*args, _as_deepspeed), args
 
 
 def test_a_loader_that_stopped_inside_a_batch_of_all_ranks_says_so() -> None:

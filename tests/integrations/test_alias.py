@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -10,9 +11,11 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import deepspeed_names
 import deepspeed_page
+import deepspeed_shape
 import pytest
 
 from fzero.deepspeed import alias, missing, names
@@ -34,7 +37,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live
 
 def main():
-    assert sys.argv[1:] == ["--steps", "2"] and __name__ == "__main__"
+    passed = [word for word in sys.argv[1:] if not word.startswith("--local_rank=")]
+    assert passed == ["--steps", "2"] and __name__ == "__main__"
     deepspeed.init_distributed()
     model = torch.nn.Linear(4, 4)
     assert not isinstance(model, (MoE, PipelineModule))
@@ -154,6 +158,10 @@ def raises(error, *words):
 class Experts(torch.nn.Module, MoE):
     pass
 
+builder = deepspeed.ops.op_builder.CPUAdamBuilder
+assert builder.NAME == "cpu_adam" and "async_io" in deepspeed.ops.__compatible_ops__
+assert deepspeed.utils.torch.required_torch_version(min_version=2.0)
+raises(NotImplementedError, "CPUAdamBuilder")(builder)
 raises(NotImplementedError, "deepspeed.moe.layer.MoE", "data-parallel")(lambda: MoE(4, torch.nn.Linear(4, 4)))
 raises(NotImplementedError, "deepspeed.moe.layer.MoE")(Experts)
 raises(NotImplementedError, "deepspeed.init_inference", "fzero export")(lambda: deepspeed.init_inference(None))
@@ -162,7 +170,11 @@ raises(AttributeError, "intialize")(lambda: deepspeed.intialize)
 raises(ModuleNotFoundError, "deepspeed.moe.lyer")(lambda: importlib.import_module("deepspeed.moe.lyer"))
 raises(ImportError, "MOE")(lambda: exec("from deepspeed.moe.layer import MOE"))
 for module in sorted(fzero.deepspeed.names.modules()):
-    importlib.import_module(module)
+    found = importlib.import_module(module)
+    for name in sorted(fzero.deepspeed.names.names_of(module) | fzero.deepspeed.names.submodules(module)):
+        assert hasattr(found, name), (module, name)
+    for name in ("", "_", "__all_", "intialize"):
+        assert not hasattr(found, name), (module, name)
 """
 
 
@@ -268,6 +280,33 @@ def test_the_record_is_that_of_the_installed_package() -> None:
 
 def test_the_page_of_names_is_what_its_command_makes() -> None:
     assert deepspeed_page.PAGE.read_text() == deepspeed_page.page()
+
+
+@pytest.mark.long
+def test_what_is_the_same_and_what_differs_is_compared_with_the_installed_package() -> None:
+    """A name that the page calls the same has DeepSpeed's signature, defaults, bases, public methods, fields and members."""
+    if metadata.version("deepspeed") == "0.19.6":
+        found, recorded = deepspeed_shape.differences(), json.loads(deepspeed_shape.RECORD.read_text())
+        assert len(found) > 50 and {k: v for k, v in found.items() if recorded.get(k) != v} == {}
+        assert recorded.keys() == found.keys()
+
+
+def test_a_difference_of_any_kind_is_found() -> None:
+    def function(parameters: list[list[str]]) -> dict[str, Any]:
+        return {"kind": "function", "parameters": parameters}
+
+    one, kind = ["a", "POSITIONAL_OR_KEYWORD", "1"], "POSITIONAL_OR_KEYWORD"
+    compare = deepspeed_shape.difference
+    assert compare(function([one]), function([one, ["own", "KEYWORD_ONLY", "2"]])) == []
+    assert compare(function([one]), function([["a", kind, "2"]])) == ["a=2, there 1"]
+    assert compare(function([one]), function([])) == ["no a"]
+    assert compare(function([one]), function([["own", kind, "1"], one])) == ["a at another position"]
+    assert compare(function([one]), function([one, ["own", kind, ""]])) == ["own is required"]
+    plain = {"kind": "class", "bases": ["torch.Module"], "own": [], "init": [one], "methods": {"run": [["self", kind, ""], one]},
+             "fields": {"size": ["1", ""]}, "members": {}}  # fmt: skip
+    assert compare(plain, plain) == []
+    for key, value in (("bases", []), ("methods", {}), ("fields", {"size": ["2", ""]}), ("members", {"x": "1"})):
+        assert len(compare(plain, plain | {key: value})) == 1, key
 
 
 def test_stand_ins_of_one_origin_are_one_object() -> None:

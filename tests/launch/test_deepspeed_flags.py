@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import base64
+import json
 import os
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from fzero.launch.cli import LaunchError, choose_hosts, parser, work_of
 from fzero.launch.deepspeed_flags import check_flags, is_quiet, rank_words
 from fzero.launch.hostfile import Host
 
+ROOT = Path(__file__).parents[2]
 ONE, TWO = (Host("localhost", (0, 1)),), (Host("a", (0, 1)), Host("b", (0, 1)))
 
 
@@ -44,11 +47,6 @@ def test_a_script_that_has_the_flag_gets_its_local_rank_before_its_arguments(tmp
     script.write_text("import os")
     assert command(script=str(script)) == without
     assert command("--local_rank", script=str(script)) == passed
-
-
-def test_a_script_that_runs_as_under_deepspeed_gets_its_local_rank() -> None:
-    as_deepspeed = argparse.Namespace(**vars(flags()) | {"as_deepspeed": True})
-    assert rank_words(as_deepspeed, ("python", "train.py"), ONE)[2] == "--local_rank=${local_rank}"
 
 
 # --- cores -------------------------------------------------------------------------------------------------------
@@ -155,3 +153,64 @@ def test_ranks_get_what_deepspeed_gives_them(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert (tmp_path / str(rank)).read_text() == repr([rank, str(rank), "2", "0", "1", "1", 1, True])
     assert not Path(f"/tmp/{job.pid}.deepspeed").exists()
+
+
+# --- every form of start, as DeepSpeed's launcher starts it --------------------------------------------------------
+
+PROBE = """
+import json, os, pathlib, sys
+words = [sys.argv[1:], len(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]]
+pathlib.Path(os.environ["FOUND"], os.environ["RANK"]).write_text(json.dumps(words))
+"""
+FORMS = {"script": ["probe.py"], "module": ["--module", "probe"], "program": ["--no_python", "./probe"]}
+PASSED: dict[tuple[str, ...], bool] = {
+    (): True, ("--no_local_rank",): False, ("--bind_cores_to_rank",): True, ("--elastic_training",): False,
+    ("--bind_cores_to_rank", "--no_local_rank"): False,
+}  # fmt: skip
+"""Flags, and whether ranks then get `--local_rank=N`: in DeepSpeed, and here with `--as-deepspeed`."""
+FEW = [("script", ()), ("module", ("--bind_cores_to_rank",)), ("program", ())]
+STARTS = [*FEW, *((form, words) for form, words in zip(FORMS, [*PASSED][1:])), ("program", [*PASSED][4])]
+"""Each flag in one form, and each form with several flags: a start takes seconds."""
+
+
+def _probed(folder: Path, command: list[str], **more: str) -> list[list[object]]:
+    (folder / "probe.py").write_text(PROBE)
+    (folder / "probe").write_text(f"#!{sys.executable}\n{PROBE}")
+    (folder / "probe").chmod(0o755)
+    (folder / "found").mkdir()
+    environment = os.environ | {"FOUND": str(folder / "found"), "PYTHONPATH": str(ROOT), **more}
+    ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
+    assert ended.returncode == 0, ended.stderr
+    return [json.loads((folder / "found" / str(rank)).read_text()) for rank in range(2)]
+
+
+def _check_ranks(found: list[list[object]], words: Sequence[str]) -> None:
+    bound = "--bind_cores_to_rank" in words
+    num_cores = len(os.sched_getaffinity(0))
+    each = num_cores // 2 if bound else num_cores
+    for rank, (words_of_rank, cores, threads) in enumerate(found):
+        passed = [f"--local_rank={rank}"] if PASSED[tuple(words)] else []
+        assert words_of_rank == [*passed, "--steps", "3"] and cores == each, (rank, words_of_rank, cores)
+        assert not bound or threads == str(each)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+@pytest.mark.parametrize(
+    ("form", "words"), [pytest.param(*x, marks=[] if x in FEW else [pytest.mark.long]) for x in STARTS]
+)
+def test_every_start_as_deepspeed_gives_ranks_what_deepspeeds_launcher_gives(
+    form: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    start = [sys.executable, "-m", "fzero", "run", "--as-deepspeed", "--num_procs", "2", *words]
+    _check_ranks(_probed(tmp_path, [*start, *FORMS[form], "--steps", "3"]), words)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "words"), [("script", ()), ("module", ("--no_local_rank",)), ("program", ())])
+def test_the_table_of_starts_is_that_of_deepspeeds_launcher(form: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    """Without the flags that need numactl or a rendezvous of DeepSpeed's."""
+    pytest.importorskip("deepspeed")
+    world = base64.urlsafe_b64encode(b'{"localhost": [0, 1]}').decode()
+    start = [sys.executable, "-m", "deepspeed.launcher.launch", f"--world_info={world}", "--master_port=29713", *words]
+    found = _probed(tmp_path, [*start, *FORMS[form], "--steps", "3"], DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
+    _check_ranks(found, words)

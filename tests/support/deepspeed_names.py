@@ -29,6 +29,7 @@ class Names:
     errors: set[str] = field(default_factory=set)
     values: set[str] = field(default_factory=set)
     constants: dict[str, Any] = field(default_factory=dict)
+    attributes: dict[str, dict[str, str]] = field(default_factory=dict)  # of classes: constants that are strings
     imported: dict[str, str] = field(default_factory=dict)  # "module:name", or "module" for a module itself
     stars: list[str] = field(default_factory=list)
     exported: set[str] | None = None  # __all__
@@ -87,6 +88,8 @@ def read(module: str, path: Path, known: dict[str, Path]) -> Names:
             names.forget(node.name)
             is_error = any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
             (names.errors if is_error else names.classes).add(node.name)
+            if texts := class_constants(node):
+                names.attributes[node.name] = texts
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and getattr(node, "value", None) is not None:
             add_value(names, node, is_plain=node in body)
         elif isinstance(node, ast.ImportFrom):
@@ -96,6 +99,13 @@ def read(module: str, path: Path, known: dict[str, Path]) -> Names:
                 if alias.asname and alias.name in known:
                     names.imported[alias.asname] = alias.name
     return names
+
+
+def class_constants(node: ast.ClassDef) -> dict[str, str]:
+    """The constants of a class's body that are strings, such as the NAME of a builder of operators."""
+    plain = [x for x in node.body if isinstance(x, ast.Assign) and isinstance(x.value, ast.Constant)]
+    pairs = [(name, x.value.value) for x in plain for name in assigned(x)]  # type: ignore[attr-defined]
+    return {name: value for name, value in pairs if name.isupper() and isinstance(value, str)}
 
 
 def add_value(names: Names, node: Any, *, is_plain: bool) -> None:
@@ -148,7 +158,11 @@ def recorded() -> dict[str, Names]:
     found = {module: read(module, path, known) for module, path in known.items()}
     for path in (package / "ops" / "op_builder").glob("*.py"):  # its __init__ makes a name of every builder
         builders = [n.name for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef)]
-        found["deepspeed.ops.op_builder"].classes.update(name for name in builders if name.endswith("Builder"))
+        builders = [name for name in builders if name.endswith("Builder")]
+        package_of = found["deepspeed.ops.op_builder"]
+        package_of.classes.update(builders)
+        texts = found[f"deepspeed.ops.op_builder.{path.stem}"].attributes if path.stem != "__init__" else {}
+        package_of.attributes.update({name: texts[name] for name in builders if name in texts})
     return found
 
 
@@ -164,7 +178,8 @@ def as_json(found: dict[str, Names]) -> str:
                 sources[module_of][-1] = f":{name}"
         kinds = {kind: " ".join(sorted(getattr(names, kind))) for kind in ("functions", "classes", "errors", "values")}
         imported = {source: " ".join(given) for source, given in sorted(sources.items())}
-        entry = {**kinds, "constants": dict(sorted(names.constants.items())), "imported": imported}
+        of_classes, constants = dict(sorted(names.attributes.items())), dict(sorted(names.constants.items()))
+        entry = {**kinds, "attributes": of_classes, "constants": constants, "imported": imported}
         kept: dict[str, Any] = {"is_package": True} if names.is_package else {}
         kept |= {"stars": " ".join(dict.fromkeys(names.stars))} if names.stars else {}
         kept |= {"exported": " ".join(sorted(names.exported))} if names.exported is not None else {}

@@ -1,14 +1,5 @@
 """`deepspeed.comm`: torch.distributed, and DeepSpeed's additions to it."""
 
-from __future__ import annotations
-
-from typing import Any
-
-from fzero.deepspeed.comm import comm
-from fzero.deepspeed.comm.comm import get_rank, get_world_size, init_distributed, log_summary
-
-__all__ = ["comm", "get_rank", "get_world_size", "init_distributed", "log_summary"]
-
-
-def __getattr__(name: str) -> Any:
-    return getattr(comm, name)
+from fzero.deepspeed.comm import comm as comm, reduce_op as reduce_op
+from fzero.deepspeed.comm.comm import *  # noqa: F403 - as DeepSpeed's package, all public names of its module
+from fzero.deepspeed.comm.comm import __getattr__ as __getattr__  # its own: through the module it would ask the alias

@@ -4,6 +4,7 @@ Every name that is not here is torch.distributed's. DeepSpeed's own arguments `p
 
 from __future__ import annotations
 
+import inspect
 import os
 from datetime import timedelta
 from functools import wraps
@@ -75,7 +76,9 @@ def get_world_size(group: Any = None) -> int:
     return dist.get_world_size(group) if dist.is_initialized() else 1
 
 
-def barrier(group: Any = None, async_op: bool = False, device_ids: Any = None, **names: Any) -> None:
+def barrier(
+    group: Any = None, async_op: bool = False, device_ids: Any = None, prof: bool = False, log_name: str = "", debug: str = ""
+) -> None:  # fmt: skip
     """Waits for all ranks."""
     if dist.is_initialized():
         dist.barrier(group)
@@ -184,14 +187,30 @@ def _together(works: list[Any], async_op: bool) -> Any:
     return found if async_op else found.wait()
 
 
+_NAMES = {
+    "all_gather_into_tensor": {"input_tensor": "tensor"}, "all_to_all_single": {"input": "tensor"},
+    "reduce_scatter_tensor": {"output": "output_tensor", "input": "tensor"},
+}  # fmt: skip
+"""DeepSpeed's names of arguments of torch's functions."""
+_OF_LOG = {"prof": False, "log_name": "", "debug": ""}
+"""DeepSpeed's own arguments, and their defaults."""
+
+
 def _plain(name: str) -> Any:
-    """torch's function, which also accepts DeepSpeed's arguments for its log."""
-    function = getattr(dist, name)
+    """torch's function with DeepSpeed's names of arguments, torch's, and those for DeepSpeed's log, which change nothing."""
+    function, renamed = getattr(dist, name), _NAMES.get(name, {})
+    theirs = {new: old for old, new in renamed.items()}
+    given = [p.replace(name=renamed.get(p.name, p.name)) for p in inspect.signature(function).parameters.values()]
+    of_log = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=x) for n, x in _OF_LOG.items()]
+    first, last = ([p for p in given if p.name.startswith("group_") is is_last] for is_last in (False, True))
+    known = inspect.Signature([*first, *of_log, *(p.replace(kind=p.KEYWORD_ONLY) for p in last)])
 
     @wraps(function)
-    def call(*args: Any, prof: bool = False, log_name: str = "", debug: str = "", **kwargs: Any) -> Any:
-        return function(*args, **kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = known.bind(*args, **{renamed.get(key, key): value for key, value in kwargs.items()}).arguments
+        return function(**{theirs.get(key, key): value for key, value in bound.items() if key not in _OF_LOG})
 
+    call.__signature__ = known  # type: ignore[attr-defined]
     return call
 
 

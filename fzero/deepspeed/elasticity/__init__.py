@@ -8,10 +8,11 @@ from typing import Any
 
 from fzero.config.config import Config
 from fzero.config.elastic_sizes import elastic_batch
-from fzero.config.fields import (
-    ConfigError as ElasticityConfigError,
-    ConfigError as ElasticityError,
-    ConfigError as ElasticityIncompatibleWorldSize,
+from fzero.config.fields import ConfigError
+from fzero.deepspeed.elasticity.config import (
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
 )
 
 ELASTICITY, ENABLED, ENABLED_DEFAULT, DEEPSPEED_ELASTICITY_CONFIG = (
@@ -36,12 +37,16 @@ def compute_elastic_config(
         return_microbatch: whether the third number is returned without a `world_size`, too.
 
     Raises:
-        ConfigError: the block is missing, off or invalid, or the number of ranks cannot train the batch.
+        ElasticityConfigError: the block is missing, off or invalid.
+        ElasticityIncompatibleWorldSize: the number of ranks cannot train the batch.
     """
     if not elasticity_enabled(ds_config):
         raise ElasticityConfigError("elasticity.enabled: must be true, got none; add the block to the configuration")
     block = {"version": 0.2, **ds_config[ELASTICITY]}
-    keys = Config.load({ELASTICITY: block | {"ignore_non_elastic_batch_info": True}}).elasticity
+    try:
+        keys = Config.load({ELASTICITY: block | {"ignore_non_elastic_batch_info": True}}).elasticity
+    except ConfigError as error:
+        raise ElasticityConfigError(str(error)) from None
     needs = world_size > 0 or return_microbatch or keys.version == 0.2
     num_ranks = world_size or int(os.environ.get("WORLD_SIZE", 0))
     if needs and not num_ranks:

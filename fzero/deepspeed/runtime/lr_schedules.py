@@ -18,7 +18,15 @@ VALID_LR_SCHEDULES = [LR_RANGE_TEST, ONE_CYCLE, WARMUP_LR, WARMUP_DECAY_LR, WARM
 WARMUP_LOG_RATE, WARMUP_LINEAR_RATE, TOTAL_NUM_STEPS = "log", "linear", "total_num_steps"
 
 
-class _Schedule(ConfiguredScheduler):
+class _AlsoConfigured(type):
+    """Makes `isinstance` true for the scheduler that an engine made of the configuration's block of this name."""
+
+    def __instancecheck__(cls, found: object) -> bool:
+        made = globals().get(found.kind) if type(found) is ConfiguredScheduler else None
+        return super().__instancecheck__(found) if made is None else issubclass(made, cls)
+
+
+class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
     """A schedule by its name in a configuration; a list among its parameters has a value for each group."""
 
     def __init__(self, optimizer: Any, last_batch_iteration: int, **params: Any) -> None:
@@ -56,6 +64,10 @@ class LRRangeTest(_Schedule):
             lr_range_test_staircase=lr_range_test_staircase,
         )  # fmt: skip
 
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        """Advances by one update, or to the one after `batch_iteration`."""
+        super().step(batch_iteration)
+
 
 class OneCycle(_Schedule):
     """Rates that go up and down once and then decay; the momentum goes the other way."""
@@ -75,6 +87,10 @@ class OneCycle(_Schedule):
             decay_mom_rate=decay_mom_rate,
         )  # fmt: skip
 
+    def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
+        """Advances by one update, or to the one after `batch_iteration`."""
+        super().step(batch_iteration)
+
 
 class WarmupLR(_Schedule):
     """Rates that grow from `warmup_min_lr` to `warmup_max_lr` (None: the group's) and stay there."""
@@ -91,7 +107,7 @@ class WarmupLR(_Schedule):
         )  # fmt: skip
 
 
-class WarmupDecayLR(_Schedule):
+class WarmupDecayLR(WarmupLR):
     """Rates that grow as `WarmupLR`'s, and then fall to 0 at `total_num_steps`."""
 
     def __init__(
@@ -100,8 +116,8 @@ class WarmupDecayLR(_Schedule):
         warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
         highest = [lr_of(group) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        super().__init__(
-            optimizer, last_batch_iteration, total_num_steps=total_num_steps, warmup_min_lr=warmup_min_lr,
+        _Schedule.__init__(
+            self, optimizer, last_batch_iteration, total_num_steps=total_num_steps, warmup_min_lr=warmup_min_lr,
             warmup_max_lr=highest, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type,
         )  # fmt: skip
 

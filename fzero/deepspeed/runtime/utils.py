@@ -77,7 +77,16 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     here.reset_peak_memory_stats()
 
 
-memory_status = see_memory_usage
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Prints the memory of the device on one rank, or on every rank; `reset_max` first resets its peaks."""
+    if print_rank not in (-1, get_rank()):
+        return
+    here = get_accelerator()
+    if reset_max:
+        here.reset_peak_memory_stats()
+    used = [here.memory_allocated(), here.max_memory_allocated(), here.memory_reserved(), here.max_memory_reserved()]
+    shown = "  ".join(f"{name} {n / _GIB:.4f} GB" for name, n in zip(("MA", "Max_MA", "CA", "Max_CA"), used))
+    print(f"RANK={get_rank()} {msg}  {shown}", flush=True)
 
 
 def get_ma_status() -> int:
@@ -85,12 +94,12 @@ def get_ma_status() -> int:
     return 0 if get_rank() else int(get_accelerator().memory_allocated())
 
 
-def torch_memory_reserved() -> int:
-    return int(get_accelerator().memory_reserved())
+def torch_memory_reserved(device_index: int | None = None) -> int:
+    return int(get_accelerator().memory_reserved(device_index))
 
 
-def torch_max_memory_reserved() -> int:
-    return int(get_accelerator().max_memory_reserved())
+def torch_max_memory_reserved(device_index: int | None = None) -> int:
+    return int(get_accelerator().max_memory_reserved(device_index))
 
 
 def empty_cache() -> None:

@@ -54,9 +54,9 @@ def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int =
 
 
 @cache
-def warning_once(message: str, *args: Any) -> None:
+def warning_once(*args: Any, **kwargs: Any) -> None:
     """Logs a warning, the same only once."""
-    logger.warning(message, *args)
+    logger.warning(*args, **kwargs)
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:

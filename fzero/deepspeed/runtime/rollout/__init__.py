@@ -15,18 +15,25 @@ from fzero.deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRo
 from fzero.engine.engine import Engine
 
 
-def build_rollout(cfg: RolloutConfig, student_engine: Engine, tokenizer: Any) -> RolloutEngine:
+def build_rollout(
+    rollout_cfg: Any, student_engine: Engine | None = None, tokenizer: Any = None, **kwargs: Any
+) -> RolloutEngine:
     """The rollout engine that a configuration names; `"hybrid_engine"` is the only one.
 
     Args:
-        tokenizer: has `pad_token_id` or `eos_token_id`.
+        rollout_cfg: a `RolloutConfig`, or another object with an attribute `engine`.
+        student_engine, tokenizer: both are required; the tokenizer has `pad_token_id` or `eos_token_id`.
     """
-    if cfg.engine != "hybrid_engine":
+    if rollout_cfg.engine != "hybrid_engine":
         raise ValueError(
-            f"RolloutConfig.engine: must be 'hybrid_engine', got {cfg.engine!r}; for an inference server take the weights from "
-            f"fzero.generation.server_weights"
+            f"RolloutConfig.engine: must be 'hybrid_engine', got {rollout_cfg.engine!r}; for an inference server take the "
+            f"weights from fzero.generation.server_weights"
         )
-    return HybridEngineRollout(student_engine, tokenizer, HybridEngineRolloutConfig(cfg.use_graph_capture))
+    if student_engine is None or tokenizer is None:
+        missing = "student_engine" if student_engine is None else "tokenizer"
+        raise ValueError(f"build_rollout: needs student_engine and tokenizer, got no {missing}; pass both")
+    captures = getattr(rollout_cfg, "use_graph_capture", False)
+    return HybridEngineRollout(student_engine, tokenizer, HybridEngineRolloutConfig(captures))
 
 
 __all__ = [
