@@ -60,17 +60,6 @@ Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
-_RATE, _RATES = TypeAdapter(Rate), TypeAdapter(tuple[Rate, ...])
-
-
-def _rates(value: object) -> Any:
-    return (_RATES if isinstance(value, list | tuple) else _RATE).validate_python(value)
-
-
-Rates = Annotated[Any, PlainValidator(_rates)]
-"""A number that is at least 0, or a list with one for each parameter group."""
-
-
 def off_at(*off: int) -> BeforeValidator:
     """A validator that reads the numbers `off`, with which DeepSpeed switches a key off, as None."""
     return BeforeValidator(lambda value: None if number(value) in off else value)

@@ -6,13 +6,24 @@ import difflib
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Discriminator, Tag, model_validator
+from pydantic import BeforeValidator, Discriminator, PlainValidator, Tag, TypeAdapter, model_validator
 
 import fzero.optim as optim
-from fzero.config.fields import Beta, Block, ConfigError, Count, Elements, Rate, Rates
+from fzero.config.fields import Beta, Block, ConfigError, Count, Elements, Rate
 
 if TYPE_CHECKING:
     from fzero.optim.lr_schedules import Schedule
+
+
+_RATE, _RATES = TypeAdapter(Rate), TypeAdapter(tuple[Rate, ...])
+
+
+def _rates(value: object) -> Any:
+    return (_RATES if isinstance(value, list | tuple) else _RATE).validate_python(value)
+
+
+Rates = Annotated[Any, PlainValidator(_rates)]
+"""A number that is at least 0, or a list with one for each parameter group."""
 
 
 def _one_beta(value: object) -> Any:
