@@ -119,13 +119,13 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backw
 
 def _hooked_inside(block: nn.Module) -> str | None:
     """The first module inside a block that has hooks; "" where all modules have some; None if there are no hooks."""
-    if torch.nn.modules.module._has_any_global_hook():
+    if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return ""
     for name, module in block.named_modules():
         if module is not block:
             for kind in _HOOKS:
                 if any(hook is not fill_flat_weights for hook in getattr(module, kind).values()):
-                    return name
+                    return str(name)
     return None
 
 
