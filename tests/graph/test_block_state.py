@@ -216,7 +216,7 @@ def wrong(names: list[str], runner: str, stages: tuple[int, ...]) -> dict[str, s
     return found
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", ["eager", "block"])
 def test_hooks_and_state_of_one_of_equal_blocks_count_as_in_a_plain_loop(runner: str) -> None:
     assert not wrong(list(KINDS), runner, (3,))
 

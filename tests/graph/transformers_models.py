@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-VOCABULARY, ROWS = 31, 4
+VOCABULARY, ROWS, ONE = 31, 4, "single_label_classification"
 
 
 class Row(NamedTuple):
@@ -72,9 +72,9 @@ KV = D | {"num_key_value_heads": 1, "head_dim": 8, "use_cache": False}
 STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 B = D | STILL
 V = {
-    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
-    "image_size": 16, "patch_size": 8,
-    "num_labels": 3, "problem_type": "single_label_classification", **STILL,
+    "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "image_size": 16,
+    "patch_size": 8,
+    "num_labels": 3, "problem_type": ONE, **STILL,
 }  # fmt: skip
 SEQ = {
     "vocab_size": VOCABULARY, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
@@ -118,7 +118,7 @@ _ROWS = [
     _named("Mpt", {"vocab_size": VOCABULARY, "d_model": 16, "n_heads": 2, "n_layers": 2, "max_seq_len": 32, "use_cache": False}),
     _named("Mixtral", EXPERTS),
     _named("Mamba", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4, "use_cache": False}),
-    _named("Rwkv", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "use_cache": False}),
+    _named("Rwkv", {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "use_cache": False}),
     *(
         _named(name, B, "ForMaskedLM")
         for name in ("Bert", "Roberta", "Electra", "XLMRoberta", "Ernie", "MegatronBert", "RoFormer", "Camembert")
@@ -126,8 +126,7 @@ _ROWS = [
     _named("Albert", B | {"embedding_size": 8}, "ForMaskedLM"),
     _named(
         "DistilBert",
-        {"vocab_size": VOCABULARY, "dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "dropout": 0.0,
-        "attention_dropout": 0.0},
+        D | {"dim": 16, "hidden_dim": 24, "n_layers": 2, "n_heads": 2, "dropout": 0.0, "attention_dropout": 0.0},
         "ForMaskedLM",
     ),
     _named("MobileBert", B | {"embedding_size": 8, "true_hidden_size": 8, "intra_bottleneck_size": 8}, "ForMaskedLM"),
@@ -137,7 +136,7 @@ _ROWS = [
         "hidden_dropout": 0.0, "attention_dropout": 0.0, "num_decoder_layers": 1,
     }, "ForMaskedLM"),
     _named("FNet", B, "ForMaskedLM"),
-    _named("Bert", B | {"num_labels": 3, "problem_type": V["problem_type"]}, "ForSequenceClassification", labelled),
+    _named("Bert", B | {"num_labels": 3, "problem_type": ONE}, "ForSequenceClassification", labelled),
     _named("T5", T5, "ForConditionalGeneration", translation),
     _named("MT5", T5, "ForConditionalGeneration", translation),
     _named("UMT5", T5, "ForConditionalGeneration", translation),
@@ -152,20 +151,18 @@ _ROWS = [
     _named("Whisper", SEQ | {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 32},
            "ForConditionalGeneration", spectrum),
     *(_named(name, V, "ForImageClassification", pixels) for name in ("ViT", "DeiT", "Beit", "ViTMSN", "Dinov2", "PoolFormer")),
-    _named("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3,
-        "problem_type": V["problem_type"]},
+    _named("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2, "num_labels": 3, "problem_type": ONE},
            "ForImageClassification", larger_pixels),
-    _named("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3,
-        "problem_type": V["problem_type"]},
+    _named("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "num_labels": 3, "problem_type": ONE},
            "ForImageClassification", larger_pixels),
     _named("Swin", {
-        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2],
-        "window_size": 4, "num_labels": 3,
-        "problem_type": V["problem_type"], "drop_path_rate": 0.0, **STILL,
+        "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 1], "num_heads": [2, 2], "window_size": 4,
+        "num_labels": 3,
+        "problem_type": ONE, "drop_path_rate": 0.0, **STILL,
     }, "ForImageClassification", pixels),
-    _named("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.25, "num_labels": 3, "problem_type": V["problem_type"],
+    _named("MobileNetV2", {"image_size": 32, "depth_multiplier": 0.25, "num_labels": 3, "problem_type": ONE,
                            "classifier_dropout_prob": 0.0}, "ForImageClassification", larger_pixels),
     _named("PoolFormer", {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1], "num_labels": 3, "drop_path_rate": 0.0,
-                          "problem_type": V["problem_type"]}, "ForImageClassification", larger_pixels),
+                          "problem_type": ONE}, "ForImageClassification", larger_pixels),
 ]  # fmt: skip
 TABLE = {row.model: row for row in _ROWS}
