@@ -20,15 +20,12 @@ def run_tests(scale: Scale) -> dict[str, Any]:
     """Runs `pytest --device`; a plugin of the tests (`tests/support/devices.py`) chooses them and writes a line for each."""
     if missing := [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]:
         return {"not_run": f"{' and '.join(missing)} is not installed"}
-    sys.path.insert(0, str(ROOT / "tests" / "support"))
-    from devices import paths_of_tests
-
     until = float(os.environ["GPU_UNTIL"]) - SECONDS_TO_END
     lines = Path(os.environ["GPU_OUT"]) / "rows" / "tests.jsonl"
     lines.unlink(missing_ok=True)
     device = "cuda" if scale.on_card else "pretended"
     command = [sys.executable, "-m", "pytest", "--device", device, "--until", str(until), "--lines", str(lines)]
-    command += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", *paths_of_tests(ROOT)]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", str(ROOT / "tests")]
     if scale.on_card and importlib.util.find_spec("xdist"):
         command += ["-n", str(NUM_WORKERS), "--dist", "load", "--maxschedchunk", "1"]
     log = lines.with_suffix(".log")

@@ -11,6 +11,7 @@ import gc
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import devices
@@ -77,6 +78,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     devices.configure(config)
     config.pluginmanager.register(Reports(config))
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    return True if devices.is_left_out(collection_path) else None
 
 
 class Reports:
