@@ -156,7 +156,7 @@ def group_of(
     if (of, ranks) not in parts:
         limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
         # Only the group's own ranks make it, because `parent` may be only a part of the job. So it must not split NCCL's whole
-        # communicator (as torch does after `init_process_group(device_id=...)`), which waits for all ranks; nor have torch's name,
+        # communicator (as torch does after `init_process_group(device_id=...)`), waiting for all ranks; nor have torch's name,
         # made from the number of groups of a process, which differs if a rank took no part in an earlier job.
         module, whole = dist.distributed_c10d, dist.group.WORLD
         bound, whole.bound_device_id = whole.bound_device_id, None  # type: ignore[union-attr]
