@@ -33,7 +33,7 @@ _ABANDONED: list[Pending] = []
 class Pending:
     """A collective that has been started; call `wait()` once for its result.
 
-    Holds the tensors that the collective reads and writes, so that they live until it ends.
+    Holds the tensors that the collective reads (`reads`, `works`) and writes, so that they live until it ends.
 
     Attributes:
         label: its purpose.
@@ -41,7 +41,6 @@ class Pending:
         last: makes the result when `works` have ended; None if the result is in `out` by then.
         out: the tensor that will hold the result, so that the next collective can get it before this one has ended; None if there
             is none yet. In a graph it is the result.
-        reads: on NCCL, the tensor and the collective that must live until the compute waits for this one.
     """
 
     label: Label

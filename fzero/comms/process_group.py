@@ -5,8 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -157,25 +155,17 @@ def group_of(
     parts = _PARTS.setdefault(parent, {})
     if (of, ranks) not in parts:
         limit, name = timeout_of_group(parent), f"{parent.group_name} {description} {ranks} {of}".rstrip()
-        # Only the group's own ranks make it, because `parent` may be only a part of the job.
-        with Explained(f"group {description!r} of ranks {list(ranks)}"), _new_group(name):
-            parts[of, ranks] = dist.new_group(
-                list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
-            )
-    return parts[of, ranks]
-
-
-@contextmanager
-def _new_group(name: str) -> Iterator[None]:
-    """Inside, a new group gets this name, by which ranks find each other, and does not split NCCL's communicator of the job.
-
-    Torch's own name counts the groups of a process, which differ if a rank took no part in an earlier job. A split (after
-    `init_process_group(device_id=...)`) would wait for all ranks of the job.
-    """
-    module, whole = dist.distributed_c10d, dist.group.WORLD
-    bound, whole.bound_device_id = whole.bound_device_id, None  # type: ignore[union-attr]
-    with patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name):
+        # Only the group's own ranks make it, because `parent` may be only a part of the job. So it must not split NCCL's whole
+        # communicator (as torch does after `init_process_group(device_id=...)`), waiting for all ranks; nor have torch's name,
+        # made from the number of groups of a process, which differs if a rank took no part in an earlier job.
+        module, whole = dist.distributed_c10d, dist.group.WORLD
+        bound, whole.bound_device_id = whole.bound_device_id, None  # type: ignore[union-attr]
+        named = patch.object(module, "_process_group_name", lambda ranks, use_hashed_name: name)
         try:
-            yield
+            with Explained(f"group {description!r} of ranks {list(ranks)}"), named:
+                parts[of, ranks] = dist.new_group(
+                    list(ranks), timeout=limit, use_local_synchronization=True, group_desc=description
+                )
         finally:
             whole.bound_device_id = bound  # type: ignore[union-attr]
+    return parts[of, ranks]
