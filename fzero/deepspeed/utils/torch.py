@@ -26,7 +26,7 @@ def is_functorch_transforming() -> bool:
 
 def register_grad_hook(param: Tensor, hook: Callable[[Tensor], None]) -> Any:
     """Calls `hook` after a gradient has been added to `param.grad`, for tensors outside of an engine."""
-    return param.register_post_accumulate_grad_hook(hook)
+    return param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def jit_script_compat(fn: Callable[..., Any]) -> Callable[..., Any]:
