@@ -23,11 +23,8 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 
-class ConfigError(ValueError, AssertionError):
-    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix.
-
-    It is an AssertionError, too, for DeepSpeed asserts much of this, and its scripts catch that.
-    """
+class ConfigError(ValueError, AssertionError):  # DeepSpeed asserts much of this, and its scripts catch that
+    """The error for a configuration that fzero does not run; its message names the field, the rule, the value and the fix."""
 
 
 def number(value: object) -> object:
