@@ -270,8 +270,7 @@ class TrainStep:
             CollectiveError: another rank died or did not call.
         """
         if torch.compiler.is_dynamo_compiling():
-            made: tuple[State, Metrics] = untraced(TrainStep.__call__)(self, state, batch)
-            return made
+            return untraced(TrainStep.__call__)(self, state, batch)
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
         collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph

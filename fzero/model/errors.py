@@ -126,6 +126,16 @@ def flag_changed(name: str | None) -> ParameterError:
     )
 
 
+def partial_grad(name: str) -> ParameterError:
+    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
+    return ParameterError(
+        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
+        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
+        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
+        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
+    )
+
+
 def lost_again(name: str) -> ParameterError:
     """The error for a parameter that a backward reads by running its module again, and that gets no gradient from it."""
     return ParameterError(

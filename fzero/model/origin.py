@@ -60,7 +60,7 @@ class Origin:
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
                 self._bits[name] = bits_of(x)
         self._record(now)
-        self._marks: list[tuple[int, int]] | None = None
+        self._marks = None
 
     def close(self) -> None:
         """Ends the check: the model's tensors are views of a state."""
@@ -98,6 +98,7 @@ class Origin:
 
     def _record(self, now: Mapping[str, Tensor]) -> None:
         """Records the modules and tensors as they are."""
+        self._marks: list[tuple[int, int]] | None
         self._modules = list(self._model.modules())
         self._parents = [module for module in self._modules if module._modules]
         self._gone = gone = list[Any]()  # filled when a tensor is freed: then its identity may become that of another

@@ -1,9 +1,8 @@
 """Autograd nodes that call a `ForwardBackward` in the backward.
 
-A forward has one `UnitRoot` for each unit that it visits. Its outputs are the small parameters of the unit and, if there are
-large ones, a handle: the input of a `ParamLeaf` for each large parameter. A node of autograd keeps the gradients of its outputs
-until it runs, and costs some 10 µs of Python. So small parameters share a node, and a large gradient is written as soon as it is
-there.
+A visit of a unit is one `UnitRoot`. Its outputs are the small parameters of the unit and, if there are large ones, a handle: the
+input of a `ParamLeaf` for each large parameter. A node of autograd keeps the gradients of its outputs until it runs, and costs
+some 10 µs of Python. So small parameters share a node, and a large gradient is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ SMALL = 1 << 16
 
 
 class UnitRoot(torch.autograd.Function):
-    """A unit in a forward, and its small parameters: views of flat buffers, whose gradients are written into a flat gradient.
+    """One visit of a unit, and its small parameters: views of flat buffers, whose gradients are written into a flat gradient.
 
-    The backward runs once every gradient of the unit is there. The gradient of a parameter without a name is dropped; such an
+    The backward runs once every gradient of the visit is there. The gradient of a parameter without a name is dropped; such an
     output only marks the graph as belonging to `work`.
     """
 
@@ -34,9 +33,9 @@ class UnitRoot(torch.autograd.Function):
         ctx: Any, anchor: Tensor, work: Any, unit: str, names: Sequence[str], views: Sequence[Tensor]
     ) -> tuple[Tensor, ...]:  # in a sequence, the views are no inputs, and become the outputs themselves
         ctx.work, ctx.unit, ctx.names, ctx.index = work, unit, names, work.forwards.last_index
-        _prepare(ctx)
-        if work.given.gives_again:
-            ctx.save_for_backward(*views)
+        ctx.is_again = not work.given.is_open
+        _run_early(ctx)
+        ctx.set_materialize_grads(False)
         return tuple(views)
 
     @staticmethod
@@ -52,9 +51,9 @@ class ParamLeaf(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, handle: Tensor, view: Tensor, work: Any, unit: str, name: str) -> Tensor:
         ctx.work, ctx.unit, ctx.name = work, unit, name
-        _prepare(ctx)
-        if work.given.gives_again:
-            ctx.save_for_backward(view)
+        ctx.is_again = not work.given.is_open
+        _run_early(ctx)
+        ctx.set_materialize_grads(False)
         return view
 
     @staticmethod
@@ -64,14 +63,11 @@ class ParamLeaf(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _prepare(node: Any) -> None:
-    given = node.work.given
-    node.is_again = not given.is_open
-    if given.is_shared:
-        # Where forwards share nodes, these run as soon as their gradients are there, like PyTorch's own nodes of leaves:
-        # autograd would run the node last that was made first, and keep its gradients until then.
+def _run_early(node: Any) -> None:
+    """Where forwards share nodes, these run as soon as their gradients are there, like PyTorch's own nodes of leaves: autograd
+    would run the node last that was made first, and keep its gradients until then."""
+    if node.work.given.shared is not None:
         node._set_sequence_nr((1 << 64) - 1)
-    node.set_materialize_grads(False)
 
 
 # To the model a parameter must look like a leaf: `module.tied = parameter` tests the truth of its grad_fn.
