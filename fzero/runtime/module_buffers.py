@@ -41,7 +41,7 @@ def make_equal(
     has_news: bool,
     ranges: Collection[str] = (),
 ) -> frozenset[str]:
-    """Makes buffers that steps change equal on all ranks, in place: averages inexact ones (floating, complex), takes rank 0's others.
+    """Makes buffers that steps change equal on all ranks, in place: averages inexact ones, takes rank 0's others.
 
     *Collective:* every rank.
 
