@@ -14,17 +14,17 @@ Writes through `param.data` have no count, and are found before the first step o
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple, Self
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from fzero.model.held_tensors import address
-from fzero.model.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
+from fzero.runtime.held_tensors import address
+from fzero.runtime.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
 """The names of those of the given tensors that differ from the values of a state."""
@@ -39,15 +39,72 @@ NEW_STEP = (
 )
 
 
+class _Record(NamedTuple):
+    """The modules and tensors of a model at one time, so that a look at them finds a difference quickly."""
+
+    modules: list[nn.Module]
+    parents: list[nn.Module]
+    """The modules that have children."""
+    owners: dict[str, nn.Module]
+    """The modules by name."""
+    tensors: dict[str, ref[Tensor]]
+    gone: list[Any]
+    """Filled when a tensor is freed: then its identity may become that of another."""
+    keys: list[str]
+    """The names of all children."""
+    ids: list[int]
+    """The identities of children, parameters and buffers."""
+    is_counted: list[bool]
+    """Which of them are tensors of a state, whose versions and addresses are compared."""
+    marks: dict[int, tuple[int, int]]
+    """Version and address of a tensor, by its identity."""
+
+    @classmethod
+    def of(cls, model: nn.Module, now: Mapping[str, Tensor]) -> Self:
+        """The model as it is; `now`: its tensors."""
+        modules, gone = list(model.modules()), list[Any]()
+        counted = {id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)}
+        values = _values_of(modules)
+        is_counted, ids = [id(x) in counted for x in values], [*map(id, values)]
+        parents = [module for module in modules if module._modules]
+        return cls(
+            modules, parents, dict(model.named_modules(remove_duplicate=False)),
+            {name: ref(x, gone.append) for name, x in now.items()}, gone, _keys_of(parents), ids, is_counted,
+            dict(zip(compress(ids, is_counted), _marks_of(values, is_counted), strict=True)),
+        )  # fmt: skip
+
+    def is_same(self, marks: list[tuple[int, int]] | None) -> bool:
+        """Whether modules and tensors are the same objects, and the tensors have these marks."""
+        values = _values_of(self.modules)
+        if self.gone or [*map(id, values)] != self.ids or _keys_of(self.parents) != self.keys:
+            return False
+        return marks is not None and _marks_of(values, self.is_counted) == marks
+
+
+def _values_of(modules: Iterable[nn.Module]) -> list[Any]:
+    """The children, parameters and buffers of modules."""
+    return [*chain.from_iterable(map(dict.values, chain.from_iterable(map(_DICTS, modules))))]
+
+
+def _keys_of(parents: Iterable[nn.Module]) -> list[str]:
+    return [*chain.from_iterable(map(_CHILDREN, parents))]
+
+
+def _marks_of(values: Iterable[Any], is_counted: Iterable[bool]) -> list[tuple[int, int]]:
+    with torch._C.DisableTorchFunctionSubclass():
+        return [(x._version, x.data_ptr()) for x in compress(values, is_counted)]
+
+
 class Origin:
     """A model's modules and tensors when a step is made, and the values when a state is made from them."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model, self._is_open, self._has_begun, self._has_warned = model, True, False, False
+        self._marks: list[tuple[int, int]] | None = None  # None reads the values at the next check
         self._bits: dict[str, Tensor] = {}  # of the values from which the state was made
         now = dict(state_tensors(model))
         self._kinds, self._ties = {name: shape_and_dtype(x) for name, x in now.items()}, _ties(now)
-        self._record(now)
+        self._remember(now)
 
     def look(self, *, given: bool) -> None:
         """Records the values of the tensors when a state is made from them; with `given`, the state has other values."""
@@ -59,8 +116,7 @@ class Origin:
         for name, x in () if given else now.items():
             if not x.is_meta and type(x) in (Tensor, nn.Parameter, StandIn) and not hasattr(x, "fzero_divided"):
                 self._bits[name] = bits_of(x)
-        self._record(now)
-        self._marks = None
+        self._record, self._marks = _Record.of(self._model, now), None
 
     def close(self) -> None:
         """Ends the check: the model's tensors are views of a state."""
@@ -85,40 +141,16 @@ class Origin:
         """
         if not self._is_open:
             return
-        values, keys = self._look()
-        is_same = not self._gone and [*map(id, values)] == self._ids and keys == self._keys
-        if is_same and self._marks is not None and self._marks_of(values) == self._marks:
+        if self._record.is_same(self._marks):
             return
         now = dict(state_tensors(self._model))
         self._check_kinds(now)
         self._check_values(now, differing)
-        self._record(now)
+        self._remember(now)
 
-    # --- what is compared ------------------------------------------------------------------------------------------
-
-    def _record(self, now: Mapping[str, Tensor]) -> None:
-        """Records the modules and tensors as they are."""
-        self._marks: list[tuple[int, int]] | None
-        self._modules = list(self._model.modules())
-        self._parents = [module for module in self._modules if module._modules]
-        self._gone = gone = list[Any]()  # filled when a tensor is freed: then its identity may become that of another
-        self._tensors = {name: ref(x, gone.append) for name, x in now.items()}
-        self._owners = dict(self._model.named_modules(remove_duplicate=False))
-        values, self._keys = self._look()
-        self._ids = [*map(id, values)]
-        counted = {id(x) for x in now.values() if not x.is_inference() and (x.is_meta or address(x) >= 0)}
-        self._is_counted = [id(x) in counted for x in values]
-        marks = self._marks_of(values)
-        self._marks = marks
-        self._marks_by_id = dict(zip(compress(self._ids, self._is_counted), marks, strict=True))
-
-    def _look(self) -> tuple[list[Any], list[str]]:
-        values = [*chain.from_iterable(map(dict.values, chain.from_iterable(map(_DICTS, self._modules))))]
-        return values, [*chain.from_iterable(map(_CHILDREN, self._parents))]
-
-    def _marks_of(self, values: list[Any]) -> list[tuple[int, int]]:
-        with torch._C.DisableTorchFunctionSubclass():
-            return [(x._version, x.data_ptr()) for x in compress(values, self._is_counted)]
+    def _remember(self, now: Mapping[str, Tensor]) -> None:
+        self._record = record = _Record.of(self._model, now)
+        self._marks = _marks_of(_values_of(record.modules), record.is_counted)
 
     # --- where something differs -----------------------------------------------------------------------------------
 
@@ -132,7 +164,7 @@ class Origin:
             raise ValueError(
                 f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; {NEW_STEP}"
             )
-        known = {id(x): name for name, then in self._tensors.items() if (x := then()) is not None}
+        known = {id(x): name for name, then in self._record.tensors.items() if (x := then()) is not None}
         for name, x in now.items():
             before = known.get(id(x), name)
             if self._ties[before] != self._ties[name]:
@@ -154,7 +186,7 @@ class Origin:
 
     def _check_values(self, now: Mapping[str, Tensor], differing: Differing) -> None:
         """Raises, or warns, where tensors were replaced or written to."""
-        before = {name: then() for name, then in self._tensors.items()}
+        before = {name: then() for name, then in self._record.tensors.items()}
         replaced = {name for name, x in now.items() if before[name] is not x and not self._is_freed(name, x)}
         suspects = {name: x for name, x in now.items() if name in replaced or self._may_be_written(name, x)}
         changed = {
@@ -189,16 +221,16 @@ class Origin:
     def _is_freed(self, name: str, x: Tensor) -> bool:
         """Whether a module has lost its tensor to `model.to("meta")`."""
         owner = self._model.get_submodule(name.rpartition(".")[0])
-        return bool(x.is_meta) and owner is self._owners[name.rpartition(".")[0]]
+        return x.is_meta and owner is self._record.owners[name.rpartition(".")[0]]
 
     def _may_be_written(self, name: str, x: Tensor) -> bool:
         """Whether a tensor's values must be looked at: before the first step, and where its version or address differs."""
-        if x.is_meta or id(x) not in self._marks_by_id:
+        if x.is_meta or id(x) not in self._record.marks:
             return False
         if self._marks is None and name in self._bits:
             return True
         with torch._C.DisableTorchFunctionSubclass():
-            return bool(self._marks_by_id[id(x)] != (x._version, x.data_ptr()))
+            return bool(self._record.marks[id(x)] != (x._version, x.data_ptr()))
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:

@@ -40,7 +40,7 @@ def make_equal(
     has_news: bool,
     ranges: Collection[str] = (),
 ) -> frozenset[str]:
-    """Makes buffers that steps change equal on all ranks, in place: the mean of numbers with a point, rank 0's values of others.
+    """Makes buffers that steps change equal on all ranks, in place: averages inexact ones, takes rank 0's others.
 
     *Collective:* every rank.
 
