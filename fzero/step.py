@@ -270,7 +270,7 @@ class TrainStep:
             CollectiveError: another rank died or did not call.
         """
         if torch.compiler.is_dynamo_compiling():
-            return untraced(TrainStep.__call__)(self, state, batch)
+            return untraced(TrainStep.__call__)(self, state, batch)  # type: ignore[no-any-return]
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
         collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,12 +90,10 @@ def _mark(tensor: Tensor, marks: Mapping[str, Any]) -> None:
         tensor.__dict__.pop("__class__", None)
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
 _UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
 
 
-def untraced(function: Callable[P, T]) -> Callable[P, T]:
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a module or class, hidden from torch.compile, which would otherwise trace it as part of a model that
     compiles its own code."""
     if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
