@@ -173,10 +173,13 @@ class ModelInGraph:
             torch.fx.traceback.annotate(BACKWARD),
             self._in_backward({**tensors, **state.buffers}, state.step, numbers),
         ):
-            # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters.
-            grads = torch.autograd.grad(
-                loss, list(leaves.values()), torch.ones_like(loss) if loss.dim() else None, allow_unused=True
-            )
+            # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters. Not
+            # `torch.autograd.grad`: it leaves out what is no way to a leaf, and so a backward inside this one (reentrant
+            # checkpoints, reversible nets) that adds to the leaves.
+            torch.autograd.backward(loss, torch.ones_like(loss) if loss.dim() else None)
+        grads = [leaf.grad for leaf in leaves.values()]
+        for leaf in leaves.values():
+            leaf.grad = None
         if all(grad is None for grad in grads):
             raise ValueError(UNRELATED)
         # Not zeros_like: it would read the parameter, and so gather its unit once more.

@@ -21,7 +21,7 @@ import pickle
 import random
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -186,6 +186,7 @@ class _Tracing:
             for name, _ in self.model.named_parameters():
                 if name not in names:
                     raise late("parameter", name)
+            _check_no_grads([*inputs[len(self.paths) :], *(now for _, now in mode.held.values())])
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before)
@@ -288,6 +289,18 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
             replaced.append((place, value))
         replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]
     return kept, replaced
+
+
+def _check_no_grads(tensors: Iterable[Tensor]) -> None:
+    """Raises ImpureError for a gradient that the traced body leaves in a tensor: a graph would not. (In a batch it trains
+    nothing.)"""
+    for tensor in tensors:
+        if tensor.grad is not None:
+            raise ImpureError(
+                f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(tensor.shape)} that is no parameter of "
+                f"the model, and a graph would not; take that gradient with torch.autograd.grad and return it, or make the "
+                f"tensor an nn.Parameter"
+            )
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
