@@ -23,8 +23,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from fzero.runtime.held_tensors import address
-from fzero.runtime.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
+from fzero.model.held_tensors import address
+from fzero.model.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
 """The names of those of the given tensors that differ from the values of a state."""

@@ -193,7 +193,7 @@ def test_a_row_that_fails_or_hangs_ends_no_other(
 
 def test_a_row_that_is_cut_off_keeps_what_it_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = lane(
-        tmp_path, monkeypatch, "keep('a', begun=time.time(), passed=True, tokens=3); time.sleep(99)", 50, until=2
+        tmp_path, monkeypatch, "keep('a', begun=time.time(), passed=True, tokens=3); time.sleep(99)", 50, until=8
     )
     assert found["a"]["tokens"] == 3 and found["a"]["error"] == "no time was left" and "b" not in found
 

@@ -156,7 +156,7 @@ GLOBAL: dict[str, Callable[[], Any]] = {
         lambda m, a: (a[0] * 1.1, *a[1:]) if isinstance(m, Inner | Block) else None
     ),
     "full backward": lambda: modules.register_module_full_backward_hook(
-        lambda m, grads, _: (grads[0] * 0.7,) if isinstance(m, nn.LayerNorm) else None
+        lambda m, grads, _: (grads[0] * 0.7,) if isinstance(m, nn.LayerNorm) and grads[0] is not None else None
     ),
     "full backward pre": lambda: modules.register_module_full_backward_pre_hook(
         lambda m, grads: (grads[0] * 1.3,) if isinstance(m, Block) else None
