@@ -196,9 +196,9 @@ class Origin:
         }
         if not changed:
             return
-        if not self._has_begun and (names := changed.keys() & self._bits.keys()):
+        if not self._has_begun and (names := [name for name in changed if name in self._bits]):
             raise ValueError(
-                f"model: must keep its values from init to the first step, and {min(names)!r} was changed since "
+                f"model: must keep its values from init to the first step, and {names[0]!r} was changed since "
                 f"(load_state_dict, a reset, another module), which the state does not see; call init after the change, or "
                 f"init(params=state_dict)"
             )

@@ -485,7 +485,7 @@ def test_an_attribute_that_the_forward_deletes_is_missing_afterwards() -> None:
     ("change", "message"),
     [
         (lambda model: model.linear.weight.register_hook(lambda grad: grad * 2), "has a gradient hook"),
-        (lambda model: model.linear.register_buffer("late", torch.ones(16)), "was registered later"),
+        (lambda model: model.linear.register_buffer("late", torch.ones(16)), "'linear.late' was not there"),
     ],
     ids=["hook", "buffer"],
 )
