@@ -89,6 +89,7 @@ _BY_PARTS: dict[str, Callable[[Any], Any]] = {
     "slice": lambda of: slice(*of),
     "counter": Counter,
     "frozenset": frozenset,
+    "set": set,
     "bytearray": bytearray,
     "bytes": lambda of: b"",
     "integer": lambda of: int(of, 16),
@@ -189,7 +190,7 @@ class _Plain:
         for key, inner in value.items():
             where = f"{name}.{key}" if of_attributes else f"{name}[{key!r}]"
             pair = self.of(key, where), self.of(inner, where)
-            if _LEFT_OUT not in [part for part in pair if part is _LEFT_OUT]:
+            if all(part is not _LEFT_OUT for part in pair):
                 pairs.append(pair)
         if any(type(key) not in (str, int, float, bool, type(None)) or key == KIND for key, _ in pairs):
             return {KIND: "ordered dict" if isinstance(value, OrderedDict) else "dict", "of": pairs}
@@ -209,6 +210,3 @@ def _set_of(items: list[Any]) -> Any:
         return set(items)
     except TypeError:
         return {KIND: "set", "of": items}
-
-
-_BY_PARTS["set"] = set

@@ -202,7 +202,7 @@ def read_client(folder: Path) -> Any:
     path = folder / CLIENT
     try:
         return restored(load_tensors(path))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, ArithmeticError) as error:
         raise CheckpointError(
             f"load: {path} must hold the value saved as client, and {error}; take another checkpoint, or only the weights of "
             f"this one with fzero.load_weights"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
@@ -137,9 +138,9 @@ class Scheduler(Block):
         """The scheduler with other values of parameters."""
         return self.model_copy(update={"params": self.params.model_copy(update=values)}) if values else self
 
+    @abstractmethod
     def rate(self, lr: float) -> Schedule:
         """The learning rate of a group whose own is `lr`, by the number of updates."""
-        raise NotImplementedError
 
     def momentum(self) -> Schedule | None:
         """The first beta by the number of updates, or None where it is constant."""

@@ -131,9 +131,8 @@ class Fit:
         where = f"{shown(best.device_nbytes, scale)} {unit} of the device"
         of_what = "for a step" if best.activations else "besides what it computes"
         fastest = f"Fastest that fits: {_words(best.choice)}; {where}, {best.seconds:.3g} s {of_what}."
-        note = []
-        if best.column.generating is not None:
-            note.append(self._generation(best.column.generating, scale, unit))
+        generating = best.column.generating
+        note = [] if generating is None else [self._generation(generating, scale, unit)]
         return Group(table, "", fastest, f"{best.column.step.description}.", *pipes, *self.notes, *note)
 
     def _generation(self, found: Generating, scale: float, unit: str) -> str:

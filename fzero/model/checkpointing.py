@@ -1,7 +1,13 @@
 """Activation checkpointing: the choice of modules that save only their inputs for the backward, and run again in it.
 
-`Checkpointing` names the modules: every n-th block of the model, or those that a function picks. While the model is bound, the
-`forward` of each is the one of `fzero.model.checkpointing`.
+1. `Checkpointing` names the modules: every n-th block of the model, or those that a function picks. While the model is bound,
+   the `forward` of each goes through the non-reentrant `torch.utils.checkpoint` (`checkpointed`). Graph and numbers are the
+   same as without checkpointing.
+2. A `_Call` is one call of such a module. The first run uses the arguments as they were passed. Later runs use the saved
+   arguments in the same containers, with the same random state and the module buffers of the first run.
+
+The second run fetches its parameters in the backward, as the first did in the forward, and thereby enters the unit. This gather
+replaces the gather that the saved tensors would have needed.
 """
 
 from __future__ import annotations

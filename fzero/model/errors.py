@@ -1,6 +1,6 @@
-"""The errors for a forward that uses parameters or buffers in a way that a step does not support.
+"""The errors for models and backwards that a step does not support.
 
-Each function returns an error with the name of the parameter, the rule and the fix. The first error loads this module.
+Each function returns an error with the name of the parameter, the rule and the fix.
 """
 
 from __future__ import annotations

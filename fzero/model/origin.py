@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from fzero.model.errors import kind_text
 from fzero.model.held_tensors import address
 from fzero.model.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
 
@@ -158,8 +159,6 @@ class Origin:
         """Raises where names, shapes, dtypes or ties differ, or a tensor has moved to another name."""
         found = {name: shape_and_dtype(x) for name, x in now.items()}
         if differing := [name for name in {**self._kinds, **found} if self._kinds.get(name) != found.get(name)]:
-            from fzero.model.errors import kind_text
-
             then, there = (kind_text(kinds.get(differing[0])) for kinds in (self._kinds, found))
             raise ValueError(
                 f"model: must not change after the step is made, and {differing[0]!r} was {then} and is {there}; {NEW_STEP}"

@@ -1,4 +1,7 @@
-"""`Learned`: the findings of the first calls of a step. They are the same for every state, and hold none of its tensors."""
+"""`Learned`: the findings of the first calls of a step. They are the same for every state, and hold none of its tensors.
+
+`HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by a checksum that travels with the loss.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The host's part in the end of a step: it raises the errors that `fzero.runtime.finish` found.
 
-On the CPU, an error names the first parameter whose gradient is not finite. On a GPU the host does not wait for the result; a
+The functions at the end make the messages, with their causes. On the CPU, an error names the first parameter whose gradient
+is not finite. On a GPU the host does not wait for the result; a
 device-side assertion ends the process instead. Shape letters: A micro-steps, W ranks.
 """
 

@@ -17,7 +17,7 @@ from hypothesis import given, strategies as st
 
 from fzero.checkpoint import CheckpointError, NoCheckpointError
 from fzero.checkpoint.client_values import KIND, plain, restored
-from fzero.checkpoint.folders import find
+from fzero.checkpoint.folders import CLIENT, find, read_client
 from fzero.common.pickles import load_tensors
 
 
@@ -104,3 +104,21 @@ def test_a_folder_of_another_program_is_not_taken_for_an_empty_one(tmp_path: Pat
     with pytest.raises(CheckpointError, match=r"of another program; take its weights with") as caught:
         find(tmp_path)
     assert not isinstance(caught.value, NoCheckpointError)
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {KIND: "fraction", "of": "1/0"},
+        {KIND: "decimal", "of": "no number"},
+        {KIND: "number", "dtype": "<f4", "of": b""},
+        {KIND: "array", "dtype": "|O", "shape": (1,), "of": b"12345678"},
+        {KIND: "timedelta", "of": (10**12, 0, 0)},
+        {KIND: "unknown", "of": 1},
+    ],
+    ids=str,
+)
+def test_a_damaged_value_is_an_error_of_the_checkpoint(stored: dict[str, Any], tmp_path: Path) -> None:
+    torch.save({"args": stored}, tmp_path / CLIENT)
+    with pytest.raises(CheckpointError, match="must hold the value saved as client"):
+        read_client(tmp_path)
