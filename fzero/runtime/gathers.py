@@ -214,10 +214,14 @@ class Gathers:
             self._by_storage.pop(storage.data_ptr(), None)
             if flat._version != self._versions[key]:
                 raise self._was_changed(f"of {key!r}")
-            if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]  # `flat` and `storage`
-                self._watch(flat, key)
+            is_seen = torch._C._storage_Use_Count(storage._cdata) > 2  # type: ignore[attr-defined]  # `flat` and `storage`
             del storage  # with which the memory could not be given back
-            self._give_back(flat, key)
+            if (
+                is_seen
+            ):  # not given back as well: the reference may end at any time, where a thread has just loaded the shard
+                self._watch(flat, key)
+            else:
+                self._give_back(flat, key)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor is in the memory of parameters, also of released units."""

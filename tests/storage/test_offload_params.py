@@ -33,6 +33,7 @@ from training import Odd, make, tokens
 
 import fzero
 from fzero.resharding.parameters import weight_of, with_weight
+from fzero.runtime.gathers import Gathers
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileTensors, in_memory
 from fzero.storage.state_files import StateFiles
@@ -382,3 +383,27 @@ def test_a_model_trains_whose_parameters_alone_do_not_fit_into_memory(
     streamed = run("files")
     assert streamed.returncode == 0, streamed.stderr
     assert "can't allocate memory" in run("memory").stderr, "the limit holds"
+
+
+def test_a_view_that_ends_while_its_unit_is_released_is_no_change_of_a_parameter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has loaded a shard may hold it a moment longer; its memory must not be used again under the watch."""
+    held: list[Tensor] = []
+    release, watch = Gathers.release, Gathers._watch
+
+    def releases(self: Gathers, unit: str) -> None:
+        held.extend(flat[:0] for flat in self._live.get(unit, {}).values())
+        release(self, unit)
+
+    def watches(self: Gathers, flat: Tensor, key: str) -> None:
+        watch(self, flat, key)
+        held.clear()
+
+    here = on(1, step_of(3, "bfloat16 alone"))
+    expected, _ = train(here, here.init(), 0, 2)
+    monkeypatch.setattr(Gathers, "release", releases)
+    monkeypatch.setattr(Gathers, "_watch", watches)
+    for name, (zero, given) in ways(tmp_path, 1).items():
+        ranks = on(1, step_of(3, "bfloat16 alone", placements=given, **zero))
+        assert differing(train(ranks, ranks.init(), 0, 2)[0], expected) == [], name
