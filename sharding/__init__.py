@@ -13,13 +13,14 @@ from sharding.dtypes import itemsize
 from sharding.layout import FlatLayout, Fragment
 from sharding.order import Order, declaration, round_robin
 from sharding.partition import NearEqualSplit, Partition
-from sharding.specs import DEVICE, Mesh, Partial, Placement, Replicated, Sharded, Spec, TensorSpec
+from sharding.specs import DATA, DEVICE, Mesh, Partial, Placement, Replicated, Sharded, Spec, TensorSpec
 
 if TYPE_CHECKING:
     from sharding.flat_runs import Box, boxes
     from sharding.transfer import Move, moves_between, moves_from, moves_to, plan_transfer
 
 __all__ = [
+    "DATA",
     "DEVICE",
     "Box",
     "FlatLayout",

@@ -204,6 +204,10 @@ class TensorSpec:
         return math.prod(self.local_shape(world_size)) * itemsize(self.dtype)
 
 
+DATA = "data"
+"""The name of the axis that a state is sharded over."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mesh:
     """A grid of ranks with named axes, in row-major order: consecutive ranks are neighbours along the last axis.

@@ -292,7 +292,7 @@ def _contents(
         {key: first for key, first in aliases.items() if first not in left},
         layout.numbers_by_name(plan, numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
         {key: name for key, name in runtime.stored_names.items() if name not in without}, rates,
-        asdict(scaling), plan.stage, step.mesh.axes, scaling.dynamic, sorted(without),
+        asdict(scaling), plan.row.number, step.mesh.axes, scaling.dynamic, sorted(without),
     )  # fmt: skip
 
 

@@ -21,8 +21,6 @@ from sharding import Mesh
 if TYPE_CHECKING:
     from fzero.comms.lockstep import Hub
 
-DATA = "data"
-"""The name of the axis that the state is sharded over."""
 WORLD = "world"
 """The name of all ranks together, where a mesh has several axes."""
 

@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, WORLD, AbstractAxis, ProcessAxis, RankAxis, observed
+from fzero.comms.axes import WORLD, AbstractAxis, ProcessAxis, RankAxis, observed
 from fzero.comms.collectives import GATHER, OTHER, REDUCE, AnyAxis, Axis
 from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
-from sharding import Mesh
+from sharding import DATA, Mesh
 
 if TYPE_CHECKING:
     from fzero.comms.stacked import Stacked, StackedAxis

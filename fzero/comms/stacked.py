@@ -21,8 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.comms import primitives
-from fzero.comms.axes import DATA, WORLD
-from sharding import Mesh
+from fzero.comms.axes import WORLD
+from sharding import DATA, Mesh
 
 T = TypeVar("T")
 aten = torch.ops.aten

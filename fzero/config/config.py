@@ -137,7 +137,7 @@ class Config(Block):
     @model_validator(mode="after")
     def _stage_fits(self) -> Self:
         zero = self.zero_optimization
-        if self.gradient_allreduce_op == "sum" and zero.stage == 3:
+        if self.gradient_allreduce_op == "sum" and zero.row.shards("params"):
             raise ValueError(
                 "gradient_allreduce_op: must be 'mean' in stage 3, got 'sum'; multiply the loss by the ranks"
             )
@@ -146,7 +146,7 @@ class Config(Block):
                 f"zero_optimization.mics_shard_size: excludes zero_optimization.zero_hpz_partition_size, got "
                 f"{zero.mics_shard_size} beside {zero.zero_hpz_partition_size}; remove one of them"
             )
-        if zero.offload_param is not None and zero.stage != 3:
+        if zero.offload_param is not None and not zero.row.shards("params"):
             raise ValueError(
                 f"zero_optimization.offload_param: needs zero_optimization.stage 3, which divides parameters, got stage "
                 f"{zero.stage}; leave it out, or set the stage to 3"

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from fzero.config.fields import Beta, Block, Count, Elements, number, off_at
 from fzero.config.offload import OffloadOptimizer, OffloadParam, if_somewhere
+from fzero.config.stages import STAGES, Stage, StageSpecs
 
 
 def _stage(value: object) -> object:
+    if isinstance(value, str) and value in STAGES:
+        return value
     given = int(value) if isinstance(value, str) and value.isdigit() else number(value)
-    if given not in (0, 1, 2, 3):
+    if given not in [*STAGES]:  # a list may be compared with anything
         raise ValueError("must be 0, 1, 2 or 3")
     return given
 
@@ -35,8 +38,9 @@ class LoCo(Block):
 class ZeroOptimization(Block):
     """DeepSpeed key `zero_optimization`. Sizes count elements."""
 
-    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)] = 0
-    """Which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks."""
+    stage: Annotated[Stage, BeforeValidator(_stage)] = 0
+    """0, 1, 2 or 3: which of optimizer state (1), gradients (2) and parameters (3) are divided among the ranks. fzero's own
+    "3 once" divides parameters between steps: a step gathers them once, and reduces gradients once, for all micro-steps."""
     reduce_bucket_size: Count | None = None
     """Most elements of full gradients that wait for their reduction, besides those of one unit and never more than two
     units. No reduction waits in stage 0 on two ranks, whose full gradients belong to the state and are summed in place.
@@ -94,6 +98,11 @@ class ZeroOptimization(Block):
     """Elements of a flat buffer that are updated at a time where its state lives off the device, rounded up to a multiple of
     2048 (32768 with checksums). None or 0 is 1048576. DeepSpeed's default of 1000000000 updates every flat buffer in one piece;
     Lamb, Adafactor and Muon always do."""
+
+    @property
+    def row(self) -> StageSpecs:
+        """The specs of the stage."""
+        return STAGES[self.stage]
 
     @property
     def quantizes(self) -> bool:

@@ -191,7 +191,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
         how: dict[str, Any] = {"num_parts": num_parts or self._gas, "is_last": self.grads_are_reduced, "keeps": keeps}
-        known = available() if step.plan.stage == 3 else nullcontext()
+        known = available() if step.plan.row.shards("params") else nullcontext()
         with known, self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
             with going_back(step.runtime, window, visits, shown, **how) as after:
                 yield
@@ -231,7 +231,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             raise RuntimeError(
                 "engine.step: must follow a backward since the last update; call engine.backward(loss) first"
             )
-        if not self.grads_are_reduced and step.plan.stage < 2:
+        if not self.grads_are_reduced and not step.plan.row.shards("grads"):
             raise RuntimeError(
                 "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
@@ -291,7 +291,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
-        if self.train_step.plan.stage >= 2:
+        if self.train_step.plan.row.shards("grads"):
             raise CallError(
                 f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
                 f"gradients; leave it out"
@@ -315,7 +315,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         def call() -> T:
             self._is_inside = True
             try:
-                known = available() if step.plan.stage == 3 else nullcontext()
+                known = available() if step.plan.row.shards("params") else nullcontext()
                 with known, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
                     return function(*inputs, **kwargs)
             finally:

@@ -192,7 +192,7 @@ class LiveParams:
 
     def _mark(self, name: str, shape: tuple[int, ...], *, is_here: bool) -> None:
         """Sets the attributes of DeepSpeed's stage 3."""
-        if self.plan.stage == 3:
+        if self.plan.row.shards("params"):
             persists = name not in self._sharded
             mark(self.own[name], self._indices[name], shape, self._own[name], is_here=is_here, persists=persists)
 

@@ -36,14 +36,14 @@ class Settings:
     def cfg(self) -> Config:
         return self.train_step.recipe.cfg
 
-    zero_optimization_stage = _reads(int, "train_step.plan.stage")
-    zero_optimization = _reads(bool, "train_step.plan.stage")
+    zero_optimization_stage = _reads(int, "train_step.plan.row.number")
+    zero_optimization = _reads(bool, "train_step.plan.row.number")
 
     def zero_optimization_partition_gradients(self) -> bool:
-        return self.train_step.plan.stage >= 2
+        return self.train_step.plan.row.shards("grads")
 
     def zero_optimization_partition_weights(self) -> bool:
-        return self.train_step.plan.stage == 3
+        return self.train_step.plan.row.shards("params")
 
     def zero_offload_optimizer(self) -> Any:
         """The block of the configuration, or None; likewise `zero_offload_param`."""
@@ -118,7 +118,7 @@ class Settings:
 
     def zero_overlap_comm(self) -> bool:
         """As configured; DeepSpeed's default is true in stage 3 only."""
-        return bool(look_up(self.config, "zero_optimization.overlap_comm", self.train_step.plan.stage == 3))
+        return bool(look_up(self.config, "zero_optimization.overlap_comm", self.train_step.plan.row.shards("params")))
 
     def zero_use_cpu_optimizer(self) -> bool:
         return getattr(self.zero_offload_optimizer(), "device", None) in ("cpu", "nvme")

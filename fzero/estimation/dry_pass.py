@@ -7,7 +7,8 @@ lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fzero.estimation.ledger import MemoryLedger
@@ -53,7 +54,7 @@ class DryPass:
         self._kept = kept_units(self.plan, compressed) if compressed else frozenset[str]()
         self._seen: dict[str, int] = {}  # bytes of compressed values, by unit
         here = ("device", "host") if ledger.device == "cpu" else ("device",)
-        self.scheduler = UnitScheduler(self.plan.unit_rules, here=here)
+        self.scheduler = UnitScheduler(self.plan.inner.unit_rules, here=here)
         self._units = {unit.name: unit for unit in self.plan.units}
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
@@ -124,6 +125,18 @@ class DryPass:
             end = max(end, ledger.send(f"gather {name}", *what, hooks=hooks, after=fetched))
         self._gathers[name] = _Gather(full, shards, end)
         ledger.write()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, all units are gathered, where a step gathers once."""
+        names = [] if self.plan.inner is self.plan else list(self._units)
+        for name in names:
+            self._gather(name)
+        for name in names:
+            self._wait_gather(name)
+        yield
+        for name in names:
+            self._release(name)
 
     def _prefetch(self, name: str) -> None:
         for buffer in self._units[name].buffers:

@@ -149,17 +149,18 @@ def dry_run(
         compressed: the parameters of which modules see other values (`CompressionPlan.params`).
     """
     machine = machine or MachineModel()
-    parts = parts_of(plan, trace, machine)
-    order, num = order_of(plan, parts), min(plan.num_micro_steps, 2)
+    parts = parts_of(plan.inner, trace, machine)
+    order, num = order_of(plan.inner, parts), min(plan.num_micro_steps, 2)
     kept: Counter[tuple[int, int]] | None = None
     for _ in range(2 if device == "cpu" else 1):  # the second step starts with the pool that the first one filled
         ledger = MemoryLedger(plan, machine, device, kept)
         kept = ledger.free
         ledger.write()
         passes, ends = DryPass(ledger, compressed), list[float]()
-        for index in range(num):
-            passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
-            ends.append(ledger.lanes.now)
+        with passes.gathered():
+            for index in range(num):
+                passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
+                ends.append(ledger.lanes.now)
         update(ledger)
     further_seconds, memory = ends[0] * (plan.num_micro_steps - num), plan.bytes_by_memory
     timeline = _timeline(ledger, sum(_on_device(memory, device).values()), title or f"stage {plan.stage}")

@@ -43,7 +43,7 @@ class Setting:
         )
         checkpointing, is_small = cfg.activation_checkpointing, zero.reduce_bucket_size == SMALL_BUCKET
         inputs = "host" if checkpointing.cpu_checkpointing else "device"
-        return cls(zero.stage, optimizer, params, checkpointing.every is not None, is_small, inputs)
+        return cls(zero.row.number, optimizer, params, checkpointing.every is not None, is_small, inputs)
 
     def keys(self, nvme_path: str | None, every: int | None = None) -> Keys:
         """The configuration keys of these choices; the device is the default. `every` n-th unit is checkpointed, None: all."""

@@ -230,7 +230,7 @@ def pipeline_config(cfg: Any) -> Config:
     if "stage" not in (keys.get("zero_optimization") or {}):
         keys = changed(keys, {"zero_optimization": {"stage": 1}})
     found = quietly(keys)
-    if found.zero_optimization.stage == 2:
+    if found.zero_optimization.row.number == 2:
         raise ConfigError(
             "zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2, which would reduce in every micro-batch; set "
             "stage to 1"
@@ -241,7 +241,7 @@ def pipeline_config(cfg: Any) -> Config:
 def of_stages(cfg: Config) -> Config:
     """The configuration by which a stage's costs are counted: in ZeRO stage 3 parameters are gathered for the step, as in 1."""
     zero = cfg.zero_optimization
-    return cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": min(zero.stage, 1)})})
+    return cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": min(zero.row.number, 1)})})
 
 
 def estimate_layers(

@@ -75,7 +75,9 @@ class GraphProgram:
                 "gradient for every parameter, got false; leave it out, or leave out compile='step'"
             )
         if until is None:
-            until = "gradients" if any(map(run.offload.is_away, run.plan.flat_buffers)) else "update"
+            is_away = any(map(run.offload.is_away, run.plan.flat_buffers))
+            until = "gradients" if is_away or run.inner_plan is not run.plan else "update"
+        plan = run.plan if until == "update" else run.inner_plan
         if until == "update":
             _check_optimizers(run, stacked)
         updater, hyper = run.updater.traced(run.device)
@@ -87,7 +89,7 @@ class GraphProgram:
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
         compiled = CompiledStep(
-            run.recipe.model, run.plan, axis, run.device, run.rules, transforms, updater.kind_of,
+            run.recipe.model, plan, axis, run.device, run.rules, transforms, updater.kind_of,
             loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
             checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
             held=run.recipe.held or (),
@@ -123,7 +125,7 @@ class GraphProgram:
             for key, x in state.grads.items()
         }
         checksum = run.learned.hyper.checksum(run.updater, state)
-        with _loaded(run, transfer, state) as params:
+        with self._loaded(run, transfer, state) as params:
             given = state._replace(params=params, grads=grads, master={}, optimizer={})
             (stats_AW4, is_sum), buffers, rng, hook_states = self._run(
                 self.compiled.collect, run, given, micro_batches, checksum
@@ -144,9 +146,23 @@ class GraphProgram:
         """This rank's loss on a batch, and its weight if it is a sum, in the model's present mode. *Collective:* every rank."""
         run.learned.num_passes += 1
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-        with _loaded(run, run.offload.transfer(run.scratch), state) as params:
+        with self._loaded(run, run.offload.transfer(run.scratch), state) as params:
             given = TrainState(state.step, params, {}, {}, {}, buffers, state.loss_scale, {}, {})
             return self.compiled.evaluate(given, run.batches.cast(plain(batch)))
+
+    @contextmanager
+    def _loaded(self, run: StepRuntime, transfer: ShardTransfer, state: State) -> Iterator[dict[str, Any]]:
+        """Inside, the flat buffers that a graph reads are on the device: all at its start."""
+        for key, home in state.params.items():
+            transfer.prefetch(key, home)
+        if self.until == "gradients" and run.inner_plan is not run.plan:
+            yield dict(run.inner_params(state.params, transfer))
+            return
+        params = {key: transfer.load(key, home) for key, home in state.params.items()}
+        yield params
+        for key, home in state.params.items():
+            if params[key] is not home:
+                run.scratch.give(params.pop(key))
 
     def _run(
         self, graph: Callable[..., T], run: StepRuntime, state: State, micro_batches: list[Any], checksum: int
@@ -180,20 +196,12 @@ class GraphProgram:
     def trace(self, run: StepRuntime, micro_batches: list[Any]) -> list[Captured]:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""
         with FakeTensorMode(allow_non_fake_inputs=True):
+            state = run.builder.zeros(run.form.specs)
+            if self.until == "gradients":
+                numels = {b.key: b.flow.param_numel for b in run.inner_plan.flat_buffers}
+                state = state._replace(params={key: x.new_empty(numels[key]) for key, x in state.params.items()})
             batches = [run.batches.cast(without_memory(x, run.device)) for x in micro_batches]
-            return self.compiled.trace(run.builder.zeros(run.form.specs), batches)
-
-
-@contextmanager
-def _loaded(run: StepRuntime, transfer: ShardTransfer, state: State) -> Iterator[dict[str, Tensor]]:
-    """Inside, this rank's flat buffers of parameters are on the device: a graph reads all of them at its start."""
-    for key, home in state.params.items():
-        transfer.prefetch(key, home)
-    params = {key: transfer.load(key, home) for key, home in state.params.items()}
-    yield params
-    for key, home in state.params.items():
-        if params[key] is not home:
-            run.scratch.give(params.pop(key))
+            return self.compiled.trace(state, batches)
 
 
 def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:

@@ -41,7 +41,6 @@ from fzero.runtime.loss import loss_of, loss_row, mean_of
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
-from fzero.verbs import start_gather
 
 State = TrainState[Tensor]
 Call = Callable[[Any], Any]
@@ -62,7 +61,6 @@ class PipelineProgram:
         loss_fn: of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
-        inside: in ZeRO stage 3, the runtime of the micro-batches, for which the parameters are gathered once.
     """
 
     model: StageLayers
@@ -72,12 +70,10 @@ class PipelineProgram:
     loss_fn: Callable[[Any, Any], Any] | None
     blocks: Blocks
     mailbox: Mailbox
-    inside: StepRuntime | None = None
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """See `fzero.runtime.phases.forward_backward`. *Collective:* every rank."""
-        stages, own = stages_of(run), state
-        run, state = self._gathered(run, state)
+        stages = stages_of(run)
         with self._sending():
             window = phases.begin(run, state, measures_early=True)
             with (
@@ -91,21 +87,7 @@ class PipelineProgram:
             stages.sum_ties(run.plan, window.state.grads, run.mesh.shard)
             collected = phases.collect(run, window, rng)
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
-        state = collected.state._replace(params=own.params)
-        return collected._replace(state=state, loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
-
-    def _gathered(self, run: StepRuntime, state: State) -> tuple[StepRuntime, State]:
-        """The runtime and the state of the micro-batches. *Collective* along "data" in ZeRO stage 3, which gathers once here."""
-        if self.inside is None:
-            return run, state
-        inside = replace(self.inside, updater=run.updater, learned=run.learned, bound=run.bound, stages=run.stages)
-        gathers = {
-            b.key: start_gather(
-                state.params[b.key], b, run.mesh, run.plan.comm_hooks, label=Label("gather", b.key, "forward")
-            )
-            for b in run.plan.flat_buffers
-        }
-        return inside, state._replace(params={key: pending.wait() for key, pending in gathers.items()})
+        return collected._replace(loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
 
     def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
         """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
@@ -124,7 +106,6 @@ class PipelineProgram:
     ) -> Passes:
         """Runs forwards alone, in evaluation mode. On the last stage the result has the outputs and the losses of this rank."""
         modes = [(module, module.training) for module in self.model.modules()]
-        run, state = self._gathered(run, state)
         try:
             with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)

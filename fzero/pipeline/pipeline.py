@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis, RankAxis
+from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.hangs.progress import HERE
 from fzero.comms.process_group import along, once_more
 from fzero.comms.records import Label
@@ -36,7 +36,7 @@ from fzero.plans.plan import FlatParamPlan
 from fzero.plans.staged import StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, check_same
-from sharding import Mesh
+from sharding import DATA, Mesh
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Pipeline:
         mesh = _checked_mesh(world)
         _check_recipe(recipe, mesh)
         model, order, bounds = self.division(recipe, mesh)
-        if recipe.cfg.zero_optimization.stage == 3:
+        if recipe.cfg.zero_optimization.row.shards("params"):
             _check_fits(self.plan(recipe, mesh), recipe.cfg)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
@@ -123,7 +123,7 @@ class Pipeline:
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
             loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
-            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device), inside=_inside(run, own, inner),  # type: ignore[arg-type]
+            blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
         )  # fmt: skip
         return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), recipe=own)
 
@@ -133,16 +133,11 @@ def _stage_recipe(
 ) -> StepSpec:
     """The arguments of the step of one stage, whose layers are built on `device`."""
     layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
-    return replace(recipe, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
-
-
-def _inside(run: StepRuntime, own: StepSpec, ranks: RankAxis) -> StepRuntime | None:
-    """The runtime of the micro-batches in ZeRO stage 3: that of stage 1, which holds full parameters. *Collective:* compares."""
-    if run.plan.stage < 3:
-        return None
-    zero = own.cfg.zero_optimization.model_copy(update={"stage": 1})
-    inside = StepRuntime.make(replace(own, cfg=own.cfg.model_copy(update={"zero_optimization": zero})), ranks)
-    return replace(inside, offload=run.offload, scratch=run.scratch, observer=None)
+    zero = recipe.cfg.zero_optimization
+    cfg = recipe.cfg
+    if zero.row.shards("params"):  # gathered and reduced once, for all micro-batches
+        cfg = cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": "3 once"})})
+    return replace(recipe, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
 
 
 def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
@@ -262,8 +257,8 @@ def _checked_mesh(world: RankAxis | AbstractAxis) -> Mesh:
 def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     """Raises where the arguments of a step do not fit a pipeline."""
     cfg, num_micro_batches = recipe.cfg, recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
-    stage, m = cfg.zero_optimization.stage, num_micro_batches
-    if stage == 2:
+    row, m = cfg.zero_optimization.row, num_micro_batches
+    if row.number == 2:
         raise ConfigError(
             f"zero_optimization.stage: must be 0, 1 or 3 with a pipeline, got 2; each of its {m} micro-batches would reduce the "
             f"gradients of a stage, {m} reductions in place of one; set stage to 1"
@@ -271,7 +266,7 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     zero = cfg.zero_optimization
     others = {key: getattr(zero, key) for key in ("offload_param", "zero_hpz_partition_size", "mics_shard_size")}
     for key, value in others.items():
-        if stage == 3 and value is not None:
+        if row.shards("params") and value is not None:
             raise ConfigError(
                 f"zero_optimization.{key}: must be left out with a pipeline, whose stages gather their parameters once in a step "
                 f"over all their ranks, got {value!r}; leave it out"

@@ -18,9 +18,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal, Protocol, Self, TypeVar
 
+from fzero.config.stages import StageSpecs
 from fzero.optim.precision import Dtypes
 from fzero.plans.mesh_axes import num_ranks, replicate_axes, sum_order
-from fzero.plans.stages import StageSpecs
 from sharding import Mesh, Partition, Replicated, Sharded, Spec
 
 
@@ -78,6 +78,7 @@ class BufferDataflow:
 
     Attributes:
         gathers_over: the axes over which parameters are sharded, and gathered before their use; empty if every rank holds all.
+        gathers_once: whether a step gathers them once, for all micro-steps and both directions.
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
         sums_over: the axes of the all-reduce that follows: for shards the replicate axes; in stage 0 all axes, and it covers
             all elements.
@@ -93,9 +94,9 @@ class BufferDataflow:
 
     With node=2, data=2 ranks and a buffer of 8 elements, stages 0 to 3 are:
 
-    >>> from fzero.plans.stages import STAGES
+    >>> from fzero.config.stages import STAGES
     >>> of_all = Dtypes(*["float32"] * 5), Partition(8, 2), Mesh.of(node=2, data=2), ("data",)
-    >>> flows = [BufferDataflow.of(specs, *of_all) for specs in STAGES.values()]
+    >>> flows = [BufferDataflow.of(STAGES[stage], *of_all) for stage in range(4)]
     >>> rules = "gathers_over collects scatters_over sums_over sums_late reduces_to updates joins_over".split()
     >>> for rule in rules:
     ...     print(f"{rule:13}", *(getattr(flow, rule) for flow in flows))
@@ -110,6 +111,7 @@ class BufferDataflow:
     """
 
     gathers_over: tuple[str, ...]
+    gathers_once: bool
     scatters_over: tuple[str, ...]
     sums_over: tuple[str, ...]
     reduces_to: Extent
@@ -144,6 +146,7 @@ class BufferDataflow:
         param_numel, updated_numel = held(specs.params), held(specs.optimizer)
         return cls(
             gathers_over=gathers_over,
+            gathers_once=specs.gathers == "once",
             scatters_over=() if sums_all else axes,
             sums_over=sum_order(mesh) if sums_all else replicate_axes(mesh, axes),
             reduces_to="full" if sums_all else "shard",
@@ -164,11 +167,6 @@ class BufferDataflow:
         """Whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one."""
         return bool(self.sums_over) and self.collects == "shard"
 
-    @property
-    def gathers_once(self) -> bool:
-        """Whether a step gathers the parameters once, for all micro-steps and both directions: then gradients are full, too."""
-        return bool(self.gathers_over) and self.collects == "full"
-
     def home(self, holds: Holds, *, is_last: bool, is_here: bool = True) -> GradHome:
         """How a visit of the buffer's unit in a backward treats its gradient.
 
@@ -179,7 +177,7 @@ class BufferDataflow:
 
         Two micro-steps, in stage 1 and in stage 2:
 
-        >>> from fzero.plans.stages import STAGES
+        >>> from fzero.config.stages import STAGES
         >>> of_all = Dtypes(*["float32"] * 5), Partition(8, 2), Mesh.of(data=2), ("data",)
         >>> for stage in (1, 2):
         ...     flow, holds = BufferDataflow.of(STAGES[stage], *of_all), "nothing"

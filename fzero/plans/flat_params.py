@@ -10,7 +10,7 @@ Shape letters: P padded elements of a buffer = F·S, S elements of a shard, F sh
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,12 +19,12 @@ from torch import nn
 import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
+from fzero.config.stages import StageSpecs
 from fzero.optim.precision import Dtypes, Precision, mixed_precision
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
 from fzero.plans.param_groups import ParamGroup, UserTransform, group_of
-from fzero.plans.stages import StageSpecs, stage_specs
 from sharding import FlatLayout, Mesh, Partition, TensorSpec
 from sharding.specs import DEVICE, Placement
 from sharding.views import dtype_name
@@ -88,6 +88,12 @@ class FlatParamPlan:
         """Whether a copy of higher precision exists, from which the parameters are made: the master of trained parameters, or
         the original values of frozen ones."""
         return self.dtypes.master != self.dtypes.param
+
+    def gathered(self, mesh: Mesh, axes: tuple[str, ...]) -> FlatParamPlan:
+        """The same buffer where every rank holds its parameters; see `Plan.inner`."""
+        row = self.row.gathered
+        flow = BufferDataflow.of(row, self.dtypes, self.layout.partition, mesh, axes)
+        return replace(self, row=row, flow=flow, param_placement=DEVICE)
 
     def is_long(self, spec: TensorSpec) -> bool:
         """Whether a tensor of the optimizer state has as many elements as the buffer, and is divided in the same way.
@@ -172,7 +178,6 @@ class UnitPlanner:
     trained: Collection[str]
     starts: Mapping[str, int]
     order: OrderFunction | Sequence[str]
-    is_stage: bool = False
     _precision: Precision = field(init=False, repr=False, compare=False)
     _axes: tuple[str, ...] = field(init=False, repr=False, compare=False)
     _kinds: dict[tuple[Any, ...], FlatParamKind] = field(default_factory=dict, init=False, repr=False)
@@ -207,8 +212,7 @@ class UnitPlanner:
         names = ordered(tuple(params), self.order, num_shards)
         shapes = tuple(tuple(params[name].shape) for name in names)
         layout = FlatLayout(names, shapes, num_shards, multiple_of=ALIGNMENT * self.mesh.size // num_shards)
-        stage = (1 if self.is_stage else 2) if kind.small and zero.stage == 3 else zero.stage
-        row = stage_specs(stage, axes, gathers_once=self.is_stage)
+        row = (zero.row.gathered if kind.small else zero.row).over(axes)
         division = id(kind), layout.partition
         if (flow := self._flows.get(division)) is None:
             flow = self._flows[division] = BufferDataflow.of(row, kind.dtypes, layout.partition, self.mesh, axes)

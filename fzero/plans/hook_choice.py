@@ -13,13 +13,12 @@ import optree
 import torch
 
 import fzero.comms as comms
-from fzero.comms.axes import DATA
 from fzero.comms.comm_hooks import CommHook, exact
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.mesh_axes import sum_order
-from sharding import Mesh
+from sharding import DATA, Mesh
 
 BLOCK = 256
 """Elements that share a scale where the configuration asks for quantization; DeepSpeed has no key for it."""
@@ -38,7 +37,7 @@ def comm_hooks_of(zero: ZeroOptimization, mesh: Mesh, gather: GivenHook = None, 
     >>> bool(comm_hooks_of(zero, Mesh.of(data=1)))
     False
     """
-    is_sharded = zero.stage == 3
+    is_sharded = zero.row.shards("params")
     for field_, hook, key in (
         ("gather_hook", gather, "zero_quantized_weights"),
         ("gather_hook", gather, "zero_quantized_nontrainable_weights"),

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 
-from fzero.comms.axes import DATA, WORLD
+from fzero.comms.axes import WORLD
 from fzero.comms.mesh import is_several
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization
-from sharding import Mesh
+from sharding import DATA, Mesh
 
 NODE = "node"
 
@@ -56,7 +56,7 @@ def shard_axes(mesh: Mesh, zero: ZeroOptimization) -> tuple[str, ...]:
     >>> shard_axes(mesh, ZeroOptimization(stage=3, zero_hpz_partition_size=4))
     ('data', 'node')
     """
-    if zero.stage < 3 or zero.zero_hpz_partition_size is None:
+    if not zero.row.shards("params") or zero.zero_hpz_partition_size is None:
         return (DATA,)
     return DATA, *(name for name in sum_order(mesh)[1:] if mesh.axis_size(name) > 1)
 
@@ -117,9 +117,9 @@ def mesh_of(zero: ZeroOptimization, world_size: int, given: Mesh | None = None) 
 
 def _named(zero: ZeroOptimization) -> tuple[str, int | None]:
     """The key that sets the size of the axis "data", and its value; None where it has no effect."""
-    if zero.zero_hpz_partition_size is not None and zero.stage == 3:
+    if zero.zero_hpz_partition_size is not None and zero.row.shards("params"):
         return "zero_hpz_partition_size", zero.zero_hpz_partition_size
-    return "mics_shard_size", zero.mics_shard_size if zero.stage else None
+    return "mics_shard_size", zero.mics_shard_size if zero.row.shards("optimizer") else None
 
 
 def describe(mesh: Mesh) -> str:

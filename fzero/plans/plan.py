@@ -2,7 +2,7 @@
 
 1. The model is cut into *units*, which are gathered and released together (`fzero.plans.units`).
 2. The parameters of a unit lie in flat buffers, one for each set of dtypes, group and so on (`fzero.plans.flat_params`).
-3. The ZeRO stage decides which of parameters, gradients and optimizer state are sharded (`fzero.plans.stages`).
+3. The ZeRO stage decides which of parameters, gradients and optimizer state are sharded (`fzero.config.stages`).
 4. State may be placed in host memory or in files (`fzero.plans.placements`).
 
 On a mesh of several axes (`fzero.plans.mesh_axes`) gradients and optimizer state are sharded over `Plan.axes`, the parameters
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
@@ -25,6 +25,7 @@ from torch import nn
 from fzero.common.arguments import check_model, check_names
 from fzero.common.collector import collector_paused
 from fzero.config.config import Config
+from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
 from fzero.plans.leaves import StateLeaf, state_leaves
@@ -75,7 +76,7 @@ class Plan:
         flats: the name of the unit of each flat buffer, and the buffer itself, by its key.
     """
 
-    stage: int
+    stage: Stage
     mesh: Mesh
     axes: tuple[str, ...]
     units: tuple[UnitPlan, ...]
@@ -115,6 +116,21 @@ class Plan:
             max_reducing=self.max_reducing, max_staged=self.streaming.num_staged,
         )  # fmt: skip
         object.__setattr__(self, "unit_rules", rules)
+
+    @property
+    def row(self) -> StageSpecs:
+        """The specs of the stage, on a mesh of one axis."""
+        return STAGES[self.stage]
+
+    @property
+    def inner(self) -> Plan:
+        """The plan of the forwards and backwards: this one; where a step gathers once, that of the gathered parameters."""
+        if self.row.gathers != "once":
+            return self
+        units = (
+            replace(unit, buffers=tuple(b.gathered(self.mesh, self.axes) for b in unit.buffers)) for unit in self.units
+        )
+        return replace(self, units=tuple(units))
 
     @property
     def world_size(self) -> int:
@@ -322,8 +338,7 @@ def plan(
         starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
             missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
             buffers of their own.
-        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group, and
-            gathers parameters once in a step.
+        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group.
 
     Raises:
         ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
@@ -358,7 +373,7 @@ def plan(
     if order is None:
         order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
     order = in_two_numbers(order) if callable(order) else order
-    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order, is_stage)
+    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order)
     unit_plans = _unit_plans(model, owners, units, planner)
     specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
     zero = cfg.zero_optimization
@@ -423,7 +438,7 @@ def _made(
         max_reuse_distance=zero.stage3_max_reuse_distance, max_reducing=max_reducing,
         gather_bucket=zero.allgather_bucket_size,
         # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
-        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.stage >= 2 else zero.reduce_bucket_size,
+        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.row.shards("grads") else zero.reduce_bucket_size,
         streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
     )  # fmt: skip
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from rich.table import Table
 
 from fzero.comms.mesh import is_several
+from fzero.config.stages import Stage
 from fzero.plans.flat_params import UnitPlan
 from fzero.plans.mesh_axes import describe
 from fzero.plans.traffic import totals
@@ -16,7 +17,7 @@ ByAxis = Mapping[str, Mapping[str, int]]
 """Elements or bytes that a rank sends, by axis and collective."""
 
 
-def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: int) -> Table:
+def unit_table(units: Sequence[UnitPlan], mesh: Mesh, *, stage: Stage) -> Table:
     """One line for each flat buffer."""
     table = Table(title=f"ZeRO stage {stage} on {describe(mesh)}", title_justify="left")
     table.add_column("unit")

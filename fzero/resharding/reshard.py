@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fzero.common.arguments import check_kind
 from fzero.comms import collectives
-from fzero.comms.axes import DATA, AbstractAxis, ProcessAxis
+from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
@@ -37,6 +37,7 @@ from fzero.step import TrainStep
 from fzero.storage.file_agreement import agree, files_of
 from fzero.storage.file_tensor import StoredTensor, StoreError, handles_of
 from fzero.storage.state_files import StateFiles
+from sharding import DATA
 from sharding.views import torch_dtype
 
 AnyStep = TrainStep | LockstepRanks

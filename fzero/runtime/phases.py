@@ -138,8 +138,8 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
     work = ForwardBackward(
-        run.plan, run.mesh, state.params, state.grads, learned, transfer, hook_states=state.hook_states,
-        seen=seen_params(run, state, keeps=True),
+        run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
+        hook_states=state.hook_states, seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
@@ -387,7 +387,7 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
     """See `TrainStep.inspect`; `kind` is its `run`."""
     check_callable("inspect", function, "a function without arguments that calls the model")
     _check_read(run, state)
-    if run.plan.stage == 3:
+    if run.plan.row.shards("params"):
         meet("TrainStep.inspect", run.mesh.world)
     return _inspect(run, state, function, kind)
 
@@ -411,8 +411,9 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
     transfer = run.offload.transfer(run.scratch)
     seen = seen_params(run, state)
     known = learned.negotiating() if generates else learned
-    work = ForwardBackward(run.plan, run.mesh, state.params, None, known, transfer, seen=seen)
-    learned.num_passes += not work.gathers_nothing
+    params = run.inner_params(state.params, transfer)
+    work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
+    learned.num_passes += params is not state.params or not work.gathers_nothing
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),

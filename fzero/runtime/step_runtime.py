@@ -15,7 +15,7 @@ from torch import Tensor
 from fzero.common.arguments import check_callable
 from fzero.comms.axes import AbstractAxis, RankAxis
 from fzero.comms.mesh import RankMesh
-from fzero.comms.records import CommRecord
+from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
@@ -31,10 +31,10 @@ from fzero.runtime.learned import Learned
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
-from fzero.storage.shard_transfer import BufferPool
+from fzero.storage.shard_transfer import BufferPool, ShardTransfer
 from fzero.storage.state_form import StateForm
 from fzero.storage.state_memory import StateMemory
-from fzero.verbs import gather_flat
+from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     from fzero.model.checkpointing import Checkpointing
     from fzero.runtime.pipeline_stages import PipelineStages
+    from fzero.storage.file_tensor import StoredTensor
 
 
 class Program(Protocol):
@@ -219,6 +220,11 @@ class StepRuntime:
         return () if self.stages is None else self.stages.names
 
     @cached_property
+    def inner_plan(self) -> Plan:
+        """`plan.inner`, made once."""
+        return self.plan.inner
+
+    @cached_property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
         autocast = self.recipe.cfg.precision.autocast
@@ -244,6 +250,19 @@ class StepRuntime:
     def agree_on_files(self, state: TrainState[Tensor]) -> None:
         """Raises a StoreError on every rank when the files of one have failed. *Collective* where there are files."""
         self.offload.agree_on(state, self.mesh.world)
+
+    def inner_params(self, params: Mapping[str, StoredTensor], transfer: ShardTransfer) -> Mapping[str, StoredTensor]:
+        """The flat buffers that `inner_plan` computes with: those of the state; all of them gathered, where a step gathers once.
+
+        *Collective* then, along the axes that shard parameters.
+        """
+        if self.inner_plan is self.plan:
+            return params
+        gathers = {}
+        for b in self.plan.flat_buffers:
+            label, shard = Label("gather", b.key, "forward"), transfer.load(b.key, params[b.key])
+            gathers[b.key] = start_gather(shard, b, self.mesh, self.plan.comm_hooks, label=label)
+        return {key: pending.wait() for key, pending in gathers.items()}
 
     def weights(self, state: TrainState[Tensor]) -> dict[str, Any]:
         """This rank's part of the weights by flat buffer: the master where there is one, else the parameters."""

@@ -10,12 +10,12 @@ from hypothesis import given, strategies as st
 from training import Odd, config, make
 
 import fzero
+from fzero.config.stages import STAGES
 from fzero.estimation.dry_run import dry_run
 from fzero.optim.precision import Dtypes
 from fzero.plans.dataflow import BufferDataflow, GradHome, Holds, carried
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.plan import Plan
-from fzero.plans.stages import stage_specs
 from sharding import Mesh, Partition, TensorSpec
 
 MESHES = [
@@ -41,7 +41,7 @@ def plan_of(mesh: Mesh, stage: int, is_hpz: bool = False, **zero: Any) -> Plan:
 def test_a_buffer_s_lengths_are_those_of_its_specs(stage: int, mesh: Mesh, is_hpz: bool, numel: int) -> None:
     cfg = fzero.Config.load(config(3, zero_hpz_partition_size=mesh.axis_size("data")) if is_hpz else config(3))
     axes = shard_axes(mesh, cfg.zero_optimization) if stage == 3 else ("data",)
-    specs, partition = stage_specs(stage, axes), Partition(numel, num_ranks(mesh, axes), multiple_of=8)
+    specs, partition = STAGES[stage].over(axes), Partition(numel, num_ranks(mesh, axes), multiple_of=8)
     flow = BufferDataflow.of(specs, DTYPES, partition, mesh, axes)
 
     def held(spec: Any) -> int:
@@ -119,7 +119,7 @@ def test_every_gradient_of_a_step_is_in_its_home_once_and_summed_over_all_ranks(
     """Backwards of one to three visits of a unit; the last ones count as the last of the step."""
     axes = shard_axes(mesh, fzero.Config.load(config(stage)).zero_optimization)
     dtypes = DTYPES if is_cast else Dtypes(*["float32"] * 5)
-    flow = BufferDataflow.of(stage_specs(stage, axes), dtypes, Partition(8, num_ranks(mesh, axes)), mesh, axes)
+    flow = BufferDataflow.of(STAGES[stage].over(axes), dtypes, Partition(8, num_ranks(mesh, axes)), mesh, axes)
     holds: Holds = "nothing"
     held: Contents = {}
     was_last = False
@@ -138,7 +138,7 @@ def test_every_gradient_of_a_step_is_in_its_home_once_and_summed_over_all_ranks(
 def test_one_rank_sends_nothing_and_does_not_round_to_the_dtype_of_communication() -> None:
     sent = {}
     for mesh in (Mesh.of(data=1), Mesh.of(data=2)):
-        flow = BufferDataflow.of(stage_specs(2, ("data",)), DTYPES, Partition(8, mesh.size), mesh, ("data",))
+        flow = BufferDataflow.of(STAGES[2], DTYPES, Partition(8, mesh.size), mesh, ("data",))
         sent[mesh.size] = flow.send_dtype, flow.keep_dtype
     assert sent == {1: ("float32", "float32"), 2: ("bfloat16", "float32")}
 

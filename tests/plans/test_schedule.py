@@ -11,11 +11,11 @@ from hypothesis import given, strategies as st
 from training import Odd, config, make
 
 import fzero
+from fzero.config.stages import STAGES
 from fzero.optim.precision import Dtypes
 from fzero.plans import Event
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.plan import FlatParamPlan
-from fzero.plans.stages import STAGES
 from fzero.plans.unit_orders import AGREED, BOUNDARY, early, serve
 from fzero.runtime.reductions import zero_gaps
 from fzero.storage.shard_transfer import own_shard

@@ -67,7 +67,7 @@ class DeepSpeedConfig:
 
     @property
     def zero_enabled(self) -> bool:
-        return self.cfg.zero_optimization.stage > 0
+        return self.cfg.zero_optimization.row.shards("optimizer")
 
     def print_user_config(self) -> None:
         """Prints the configuration as it was given."""

@@ -139,7 +139,7 @@ def _with_grads(param: Tensor) -> tuple[Any, str]:
 
 def _awaits_reduction(engine: Any) -> bool:
     """Whether each rank still holds gradients of its own."""
-    return not engine.grads_are_reduced and engine.train_step.plan.stage < 2
+    return not engine.grads_are_reduced and not engine.train_step.plan.row.shards("grads")
 
 
 def _grads_to_set(function: str, param: Tensor) -> tuple[Any, str]:

@@ -200,7 +200,7 @@ def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None
     before = {name: fingerprint(value) for name, value in whole.items()}
     try:
         with engine.showing(whole):
-            engine.is_gathered = outer or (engine.train_step.plan.stage == 3 and not live.is_away)
+            engine.is_gathered = outer or (engine.train_step.plan.row.shards("params") and not live.is_away)
             yield
             values = {name: live.own[name].data for name in names}
     finally:
