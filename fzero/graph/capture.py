@@ -15,21 +15,20 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph
 
-from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.axes import ProcessAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import Stacked, check_draws_nothing
-from fzero.compression.plan import CompressionPlan
 from fzero.graph.backends import BackendName, make_runner
 from fzero.graph.capture_errors import in_collectives, in_one_graph, too_often
 from fzero.graph.captured import Captured
@@ -39,15 +38,11 @@ from fzero.graph.schedule import PassOptions
 from fzero.graph.step_functions import StepFunctions
 from fzero.graph.tracing import Traced, trace
 from fzero.graph.traffic import sent_in
-from fzero.model.held_tensors import Held
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.finish import Outcome, StepRules
-from fzero.runtime.loss import LossFn
+from fzero.plans.plan import Plan
+from fzero.runtime.finish import Outcome
+from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
-
-if TYPE_CHECKING:
-    from fzero.data.token_dropping import TokenDropping
 
 State = TrainState[Tensor]
 MOST_GRAPHS = 8
@@ -139,12 +134,16 @@ class Compiled:
 
 
 class CompiledStep:
-    """Captured functions for one model, plan and rank; with `stacked`, for all ranks at once.
+    """Captured functions of a step on one rank; with `stacked`, on all ranks at once.
 
     Without a backend nothing is captured, and the functions run eagerly.
 
     Without gradient accumulation the step is one graph. With it there are two, a micro-step and the update: one graph would
     hold the forward and the backward A times and take A times as long to compile.
+
+    Args:
+        run, transforms, stacked: see `StepFunctions`.
+        backend: what compiles graphs.
 
     Attributes:
         graphs: the scheduled aten graph of each capture, in order; a `copy_` writes each mutated argument.
@@ -153,33 +152,20 @@ class CompiledStep:
 
     def __init__(
         self,
-        model: nn.Module,
-        plan: Plan,
-        axis: ProcessAxis | AbstractAxis,
-        device: torch.device,
-        rules: StepRules,
+        run: StepRuntime,
         transforms: Callable[[], Callable[..., Transform]],
-        kind_of: Callable[[FlatParamPlan], Hashable],
-        *,
-        loss_fn: LossFn | None,
-        autocast: torch.dtype | None,
         backend: BackendName | None,
-        checkpoint: Sequence[str] = (),
         stacked: Stacked | None = None,
-        compress: CompressionPlan,
-        held: Sequence[Held],
-        drop: TokenDropping | None = None,
     ) -> None:
-        self.functions = StepFunctions(
-            model, plan, axis, device, rules, transforms, kind_of, loss_fn=loss_fn, autocast=autocast, stacked=stacked,
-            compress=compress, held=held, drop=drop,
-        )  # fmt: skip
-        self.backend, self.checkpoint, self.options = backend, tuple(checkpoint), pass_options(plan)
+        self.functions = StepFunctions(run, transforms, stacked)
+        self.checkpoint = () if run.checkpointing is None else tuple(run.checkpointing.names)
+        self.backend, self.options = backend, pass_options(run.plan)
         self.axes, self.graphs = self.functions.axes, list[Graph]()
+        drop, axis = run.recipe.drop, run.ranks
         self._drop, self.most_graphs = drop, MOST_GRAPHS + (0 if drop is None else len(drop.lengths))
-        self._axis, self._device, self._model, self._stacked = axis, device, model, stacked
-        self._stage, self._loss_fn, self._held = plan.stage, loss_fn, held
-        self._units = {buffer.key: unit.name for unit in plan.units for buffer in unit.buffers}
+        self._axis, self._device, self._model, self._stacked = axis, run.device, run.recipe.model, stacked
+        self._stage, self._loss_fn, self._held = run.plan.stage, run.recipe.loss_fn, run.recipe.held or ()
+        self._units = {buffer.key: unit.name for unit in run.plan.units for buffer in unit.buffers}
         self._compiled: dict[str, list[Compiled]] = {}
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
 

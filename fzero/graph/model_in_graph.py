@@ -8,11 +8,11 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.fx.traceback
@@ -30,16 +30,12 @@ from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.model.errors import INSIDE, UNRELATED, late, marked, of_own_class, was_changed, wrong_kind
 from fzero.model.fetched_parameters import FetchedParameters, marks_of, new_marks
-from fzero.model.held_tensors import Held
 from fzero.model.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
-from fzero.plans.plan import Plan
-from fzero.runtime.loss import LossFn, LossRules, loss_of
+from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
 from fzero.verbs import start_gather
-
-if TYPE_CHECKING:
-    from fzero.data.token_dropping import TokenDropping
 
 See = Callable[[str], Tensor]
 
@@ -66,36 +62,18 @@ class ModelInGraph:
     """The model on one rank, or on all ranks at once, computing with the tensors of a state.
 
     Args:
-        rules: of the loss.
+        run: the model and its plan, on one rank.
         mesh, ranks: on which it gathers, and runs.
-        compress: what modules see of compressed parameters.
-        held: the tensors outside of the model that show its parameters and buffers.
-        drop: the layers that see a part of the tokens.
-        rank: of this process; of all ranks at once, `ranks` knows it.
 
     Attributes:
-        length: the number of tokens that those layers keep.
+        length: the number of tokens that layers keep which drop tokens.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        device: torch.device,
-        rules: LossRules,
-        mesh: AxisMesh[Any],
-        ranks: OneRank | Stacked,
-        *,
-        loss_fn: LossFn | None,
-        autocast: torch.dtype | None,
-        compress: CompressionPlan,
-        held: Sequence[Held],
-        drop: TokenDropping | None,
-        rank: int,
-    ) -> None:
-        self._compress, self._device, self._held = compress, device, held
-        self._drop, self._rank, self._num_micro_steps, self.length = drop, rank, plan.num_micro_steps, 0
-        self._rules, self._graph, self._ranks = rules, mesh, ranks
+    def __init__(self, run: StepRuntime, mesh: AxisMesh[Any], ranks: OneRank | Stacked) -> None:
+        recipe, plan, model = run.recipe, run.plan, run.recipe.model
+        self._compress, self._device, self._held = recipe.compress or CompressionPlan(), run.device, recipe.held or ()
+        self._drop, self._rank, self._num_micro_steps, self.length = recipe.drop, run.rank, plan.num_micro_steps, 0
+        self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         # If a module has two names, its tensors are passed under one: functional_call cannot restore an attribute that it sets
@@ -105,8 +83,8 @@ class ModelInGraph:
             for listed in (module.named_parameters, module.named_buffers):
                 slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
         self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
-        reduces_by_sum = not rules.is_mean
-        self._module = WithLoss(model, loss_fn, reduces_by_sum=reduces_by_sum, autocast=autocast, device=device.type)
+        how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
+        self._module = WithLoss(model, recipe.loss_fn, reduces_by_sum=not self._rules.is_mean, **how)
         # Weak references: a model may be moved to `meta` to free its own parameters.
         self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
         self._compressed = [(module, names) for module in model.modules() if (names := self._names_in(module))]

@@ -17,7 +17,6 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, LockstepAxis
 from fzero.comms.records import CommRecord
 from fzero.comms.stacked import RandomByRank, Stacked
-from fzero.compression.plan import CompressionPlan
 from fzero.config.config import ConfigError
 from fzero.graph.capture import CompiledStep
 from fzero.graph.captured import Captured
@@ -61,10 +60,7 @@ class GraphProgram:
         until: Literal["gradients", "update"] | None = None,
     ) -> Self:
         """The program of a step; `until` None is the gradients where the updated state lives off the device."""
-        checkpoint, moves = (
-            ((), None) if run.checkpointing is None else (run.checkpointing.names, run.checkpointing.moves)
-        )
-        if checkpoint and moves is not None:
+        if run.checkpointing is not None and run.checkpointing.moves is not None:
             raise ConfigError(
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
@@ -88,12 +84,7 @@ class GraphProgram:
         axis = run.ranks
         if isinstance(axis, LockstepAxis):  # this graph is never run
             axis = AbstractAxis(axis.name, axis.size, axis.rank, "gloo", axis.mesh)
-        compiled = CompiledStep(
-            run.recipe.model, plan, axis, run.device, run.rules, transforms, updater.kind_of,
-            loss_fn=run.recipe.loss_fn, autocast=run.autocast, backend=backend,
-            checkpoint=checkpoint, stacked=stacked, compress=run.recipe.compress or CompressionPlan(), drop=run.recipe.drop,
-            held=run.recipe.held or (),
-        )  # fmt: skip
+        compiled = CompiledStep(replace(run, plan=plan, ranks=axis), transforms, backend, stacked)
         return cls(compiled, hyper, until, stacked)
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:

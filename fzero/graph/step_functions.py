@@ -13,81 +13,65 @@ ranks, A micro-steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import optree
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fzero.comms import collectives
-from fzero.comms.axes import AbstractAxis, ProcessAxis
+from fzero.comms.axes import LockstepAxis
 from fzero.comms.collectives import labelled
 from fzero.comms.comm_hooks import Sending
 from fzero.comms.mesh import AxisMesh, OneRank, stacked_mesh, traced_mesh
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.comms.traced import TracedAxis
-from fzero.compression.plan import CompressionPlan
 from fzero.graph.model_in_graph import ModelInGraph
 from fzero.graph.repeats import Repeats
-from fzero.model.held_tensors import Held
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
-from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.runtime.finish import Outcome, StepRules, finish, norm_parts
-from fzero.runtime.loss import LossFn, agreed_buffers, range_places
+from fzero.plans.plan import FlatParamPlan
+from fzero.runtime.finish import Outcome, finish, norm_parts
+from fzero.runtime.loss import agreed_buffers, range_places
+from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
 from sharding.views import torch_dtype
-
-if TYPE_CHECKING:
-    from fzero.data.token_dropping import TokenDropping
 
 State = TrainState[Tensor]
 
 
 class StepFunctions:
-    """The functions of a step for one model, plan and rank; with `stacked`, for all ranks at once.
+    """The functions of a step on one rank; with `stacked`, on all ranks at once.
 
     They write into the tensors of the state that they are given. A batch is one micro-batch. `numbers` (3,) are the number of
     this pass, a checksum, and the number of the micro-batch. Rows are (loss, weight or -1, the first two).
 
     Args:
+        run: the parts of the step on this rank.
         transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
             mesh, `start`, `skip`, `factor` and `out`.
-        kind_of: flat buffers of one kind have equal transforms.
+        stacked: the ranks, where the functions run all of them.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: Plan,
-        axis: ProcessAxis | AbstractAxis,
-        device: torch.device,
-        rules: StepRules,
-        transforms: Callable[[], Callable[..., Transform]],
-        kind_of: Callable[[FlatParamPlan], Hashable],
-        *,
-        loss_fn: LossFn | None,
-        autocast: torch.dtype | None,
-        stacked: Stacked | None,
-        compress: CompressionPlan,
-        held: Sequence[Held] = (),
-        drop: TokenDropping | None = None,
+        self, run: StepRuntime, transforms: Callable[[], Callable[..., Transform]], stacked: Stacked | None
     ) -> None:
-        self._device = device
-        self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(axis.rank))
-        self._graph: AxisMesh[Any] = traced_mesh(axis, plan, device) if stacked is None else stacked_mesh(stacked, plan)
+        plan, axis = run.plan, run.ranks
+        assert not isinstance(axis, LockstepAxis), "a graph of ranks in lockstep is made for an AbstractAxis"
+        self._device = run.device
+        self._ranks: OneRank | Stacked = stacked or OneRank(plan.shard_of(run.rank))
+        self._graph: AxisMesh[Any] = (
+            traced_mesh(axis, plan, run.device) if stacked is None else stacked_mesh(stacked, plan)
+        )
         self.axes = _by_group(self._graph)
-        self._rules, self._num_micro_steps = rules, plan.num_micro_steps
+        self._rules, self._num_micro_steps = run.rules, plan.num_micro_steps
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transforms, self._kind_of = transforms, kind_of
-        how: dict[str, Any] = {"loss_fn": loss_fn, "autocast": autocast, "compress": compress, "drop": drop}
-        how |= {"held": held, "rank": axis.rank}
-        self._ranges = compress.ranges
-        self.model = ModelInGraph(model, plan, device, rules.loss, self._graph, self._ranks, **how)
+        self._transforms, self._kind_of, self._ranges = transforms, run.updater.kind_of, run.recipe.ranges
+        self.model = ModelInGraph(run, self._graph, self._ranks)
 
     @property
     def num_ranks(self) -> int:

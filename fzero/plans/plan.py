@@ -125,7 +125,7 @@ class Plan:
     @property
     def inner(self) -> Plan:
         """The plan of the forwards and backwards: this one; where a step gathers once, that of the gathered parameters."""
-        if self.row.gathers != "once":
+        if not any(buffer.flow.gathers_once for buffer in self.flat_buffers):
             return self
         units = (
             replace(unit, buffers=tuple(b.gathered(self.mesh, self.axes) for b in unit.buffers)) for unit in self.units
