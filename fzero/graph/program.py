@@ -24,7 +24,7 @@ from fzero.model.binding import random_state
 from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
-from fzero.runtime.finish import Collected
+from fzero.runtime.finish import Collected, GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
@@ -106,7 +106,7 @@ class GraphProgram:
 
     def _to_gradients(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """The graph up to its gradients, which are moved to where they live."""
-        transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=True)
+        transfer, norms = run.offload.transfer(run.scratch), GradNorms(run.rules.loss.of_shard, in_memory=True)
         if run.offload.has_files:
             run.offload.read_ahead(state)
         grads = {
@@ -125,13 +125,15 @@ class GraphProgram:
         for key, home in state.grads.items():
             grad = grads.pop(key)
             if grad is not home:
-                transfer.write_back(stream_name("grads", key), home, grad, adds=False, measures=True)
+                result = transfer.write_back(stream_name("grads", key), home, grad, adds=False)
+                norms.reduced(key, home, result, run.device, is_final=True)
+                del result
                 run.scratch.give(grad)
         del grad
         transfer.settle()
         run.agree_on_files(state)
         hyper = run.updater.hyper(int(state.step))
-        return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer)
+        return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer, norms)
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
         """This rank's loss on a batch, and its weight if it is a sum, in the model's present mode. *Collective:* every rank."""

@@ -38,6 +38,7 @@ from fzero.model.fetched_parameters import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
 from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
+from fzero.runtime.finish import GradNorms
 from fzero.runtime.forwards import Forwards, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams, Visit
@@ -67,11 +68,13 @@ class ForwardBackward:
         learned: the events to follow, by run. A run without events is negotiated, and its events are learned.
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
+        norms: measures the results of reductions.
         seen: gives modules the compressed values of parameters.
 
     Attributes:
         forwards: the forwards so far.
         given, again: the parameters that the model got in forwards, and by itself in backwards.
+        norms: those that reductions have measured.
         gathers: the gathered units.
         reductions: the gradients.
         gathers_nothing: whether every rank holds all parameters.
@@ -89,15 +92,16 @@ class ForwardBackward:
         transfer: ShardTransfer,
         *,
         hook_states: Mapping[str, States] = {},
+        norms: GradNorms | None = None,
         seen: SeenParams,
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
-        self.given = GivenParams(seen.scored)
+        self.given, self.norms = GivenParams(seen.scored), norms
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
-        self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states)
+        self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states, norms)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half

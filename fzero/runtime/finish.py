@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import optree
 import torch
@@ -21,6 +21,9 @@ from fzero.runtime.loss import LossRules, is_agreed, mean_of
 from fzero.runtime.update import Hyper
 from fzero.state import Metrics, TrainState
 from fzero.storage.shard_transfer import ShardTransfer
+
+if TYPE_CHECKING:
+    from fzero.storage.file_tensor import StoredTensor
 
 T = TypeVar("T")
 
@@ -65,6 +68,43 @@ class Finished(NamedTuple):
     """The factor that the gradients still need; None is 1."""
 
 
+class GradNorms:
+    """The norms of reduced gradients, by flat buffer, measured when a reduction ends: then its result is in the caches.
+
+    Args:
+        measure: `LossRules.of_shard`.
+        in_memory: whether gradients in memory are measured, too; allowed only where PyTorch counts every change to them.
+    """
+
+    def __init__(self, measure: Callable[[Tensor], Tensor], *, in_memory: bool) -> None:
+        self._measure, self._in_memory = measure, in_memory
+        self._found: dict[str, tuple[Tensor, StoredTensor, int]] = {}
+
+    def reduced(self, key: str, home: StoredTensor, result: Tensor, device: torch.device, *, is_final: bool) -> None:
+        """A reduction has ended.
+
+        Args:
+            home: the gradient in the state.
+            result: this rank's shard of it, in memory (S).
+            device: of the number.
+            is_final: whether no other reduction follows.
+        """
+        self._found.pop(key, None)
+        if is_final and result.numel() and (self._in_memory or not isinstance(home, Tensor)):
+            number = self._measure(result if result.dtype == home.dtype else result.to(home.dtype))
+            self._found[key] = number.to(device), home, _version(home)
+
+    def of(self, key: str, home: StoredTensor) -> Tensor | None:
+        """The norm of a gradient, if it was measured and, as far as PyTorch counts, has not changed since."""
+        number, measured, version = self._found.get(key, (None, None, 0))
+        return number if measured is home and _version(home) == version else None
+
+
+def _version(x: StoredTensor) -> int:
+    """PyTorch's count of changes to a tensor in memory; 0 for a file, which only reductions change."""
+    return x._version if isinstance(x, Tensor) else 0
+
+
 class Collected(NamedTuple):
     """A step after its forwards and backwards: the gradients are in `state.grads`, and nothing else is written."""
 
@@ -79,7 +119,9 @@ class Collected(NamedTuple):
     hook_states: dict[str, dict[str, Any]]
     hyper: Hyper
     transfer: ShardTransfer | None = None
-    """The transfer of the backward. It may have measured the contributions of gradients to the norm."""
+    """The transfer of the backward."""
+    norms: GradNorms | None = None
+    """The norms that its reductions have measured."""
     still: Collection[str] = ()
     """The keys of flat buffers that are not updated."""
     outcome: Outcome | None = None

@@ -28,7 +28,7 @@ from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
-from fzero.runtime.finish import Collected, Finished, finish, norm_parts
+from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
@@ -136,10 +136,11 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-    transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=measures_early)
+    transfer = run.offload.transfer(run.scratch)
     work = ForwardBackward(
         run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
-        hook_states=state.hook_states, seen=seen_params(run, state, keeps=True),
+        hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
+        seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before)
@@ -305,7 +306,8 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.forwards.still_buffers(run.plan.flat_buffers),
+        run.updater.hyper(int(state.step)), transfer=work.transfer, norms=work.norms,
+        still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 
 
@@ -327,9 +329,12 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
     mesh, grads, transfer = run.mesh, collected.state.grads, collected.transfer
     assert transfer is not None
     cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
-    homes = [(stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard)) for b in cut]
-    known = [transfer.known(*named) for named in homes]
-    unknown = [named for named, number in zip(homes, known, strict=True) if number is None]
+    known = [None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut]
+    unknown = [
+        (stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard))
+        for b, number in zip(cut, known, strict=True)
+        if number is None
+    ]
     rest = map(run.rules.loss.of_shard, transfer.each(unknown))
     measured = [next(rest) if number is None else number for number in known]
     if run.stages is not None:

@@ -21,6 +21,7 @@ from fzero.comms.records import Phase, label_of
 from fzero.plans.dataflow import GradHome, Holds, carried
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
+from fzero.runtime.finish import GradNorms
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype, unflatten
@@ -56,6 +57,7 @@ class Reductions:
         grads: receive the mean gradients, by key: full (P) in stages 0 and 1, this rank's shards (S) otherwise.
         transfer: loads and writes gradients that live in other memory.
         hook_states: the states of the comm hooks, by flat buffer and axis.
+        norms: measures the results of reductions.
 
     Attributes:
         hook_states: the states of the comm hooks after the reductions so far.
@@ -71,8 +73,10 @@ class Reductions:
         grads: Mapping[str, StoredTensor],
         transfer: ShardTransfer,
         hook_states: Mapping[str, States],
+        norms: GradNorms | None,
     ) -> None:
         self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
+        self._norms = norms
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_last, self.only_adds = False, False
@@ -259,8 +263,11 @@ class Reductions:
             if buffer.key in self.hook_states:
                 self.hook_states[buffer.key] = sending.state()
             kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
-            measures = self._is_last and kept.numel() == buffer.shard_numel
-            self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late, measures=measures)
+            written = self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late)
+            if self._norms is not None and kept.numel() == buffer.shard_numel:
+                home, device = self._grads[buffer.key], self._transfer.device
+                self._norms.reduced(buffer.key, home, written, device, is_final=self._is_last)
+            del written
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)

@@ -77,10 +77,8 @@ class Offload(StateMemory):
         self.sub_group_numel = plan.streaming.sub_group(longest, (spec.dtype for _, spec in self._files.values()))
         self._staged_nbytes = staged_from_files(plan)
 
-    def transfer(
-        self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
-    ) -> MovingTransfer:
-        return MovingTransfer(self.device, scratch, self._streaming.num_staged, measure=measure, in_memory=in_memory)
+    def transfer(self, scratch: BufferPool) -> MovingTransfer:
+        return MovingTransfer(self.device, scratch, self._streaming.num_staged)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         files, rest = next((handle.files for handle in handles_of(state)), None), self._num_early

@@ -27,19 +27,10 @@ class MovingTransfer(ShardTransfer):
     Args:
         scratch: the pool of its buffers.
         most: the most shards that are prefetched at once; None is any number.
-        measure, in_memory: as for `ShardTransfer`.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        scratch: BufferPool,
-        most: int | None = None,
-        *,
-        measure: Callable[[Tensor], Tensor] | None = None,
-        in_memory: bool = False,
-    ) -> None:
-        super().__init__(device, scratch, measure=measure, in_memory=in_memory)
+    def __init__(self, device: torch.device, scratch: BufferPool, most: int | None = None) -> None:
+        super().__init__(device, scratch)
         self.most = most
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()

@@ -1,7 +1,6 @@
 """`ShardTransfer`: the shards that a forward-backward reads, and the homes of the gradients that it writes, all on its device.
 
-Nothing moves. A gradient's contribution to the norm is measured when it is written, while it is in the processor's caches.
-`fzero.storage.shard_io.MovingTransfer` is for shards in other memory; both take their buffers from a `BufferPool`.
+Nothing moves. `fzero.storage.shard_io.MovingTransfer` is for shards in other memory; both take their buffers from a `BufferPool`.
 
 Shape letters: S elements of a shard.
 """
@@ -9,7 +8,7 @@ Shape letters: S elements of a shard.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -60,21 +59,10 @@ class ShardTransfer:
 
     Args:
         scratch: the pool of its buffers.
-        measure: the function of a written shard of gradients whose result `known` returns.
-        in_memory: whether shards in memory are measured too; allowed only where PyTorch counts every change to them.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        scratch: BufferPool,
-        *,
-        measure: Callable[[Tensor], Tensor] | None = None,
-        in_memory: bool = False,
-    ) -> None:
-        self.device, self.scratch, self._measure, self._in_memory = device, scratch, measure, in_memory
-        # By name: result, shard, version. The shard is kept alive, so that no other tensor gets its address.
-        self._measured: dict[str, tuple[Tensor, StoredTensor, int]] = {}
+    def __init__(self, device: torch.device, scratch: BufferPool) -> None:
+        self.device, self.scratch = device, scratch
 
     def prefetch(self, name: str, x: StoredTensor) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
@@ -88,21 +76,17 @@ class ShardTransfer:
         """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
         return (self.load(name, x) for name, x in shards)
 
-    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool, measures: bool = False) -> None:
+    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
         unless they are the home's own memory.
 
         Args:
             values: on the device; to be added, also in the home's memory.
-            measures: whether these are the final values, which are measured for `known`.
+
+        Returns:
+            A tensor in memory that holds what is now in the home, perhaps in another dtype.
         """
-        self._measured.pop(name, None)
-        here = values if home is values and not adds else self._put(name, home, values, adds=adds)
-        measures &= self._in_memory or not isinstance(home, Tensor)
-        if measures and self._measure is not None and here.numel():
-            number = self._measure(here if here.dtype == home.dtype else here.to(home.dtype))
-            number = number if number.device == self.device else number.to(self.device)
-            self._measured[name] = number, home, _version(home)
+        return values if home is values and not adds else self._put(name, home, values, adds=adds)
 
     def _put(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """Writes or adds to a home; returns the tensor that holds the final values."""
@@ -113,26 +97,11 @@ class ShardTransfer:
             home.copy_(values)
         return values
 
-    def known(self, name: str, home: StoredTensor) -> Tensor | None:
-        """The measurement of the shard, if it was measured and, as far as PyTorch counts, has not changed since."""
-        if name not in self._measured:
-            return None
-        number, measured, version = self._measured[name]
-        is_same = home is measured
-        if isinstance(home, Tensor) and isinstance(measured, Tensor):
-            is_same = (home.data_ptr(), home.numel()) == (measured.data_ptr(), measured.numel())
-        return number if is_same and _version(home) == version else None
-
     def settle(self) -> None:
         """Waits until all written values are in their homes."""
 
     def abandon(self) -> None:
         """Waits for all transfers, and drops prefetched shards."""
-
-
-def _version(x: StoredTensor) -> int:
-    """PyTorch's count of changes to a tensor in memory; 0 for a file, which only this transfer changes."""
-    return x._version if isinstance(x, Tensor) else 0
 
 
 def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:

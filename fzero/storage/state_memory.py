@@ -74,11 +74,9 @@ class StateMemory:
         self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
         self._grads = {b.key: (b.grads.local_shape(plan.mesh), b.grads.dtype) for b in plan.flat_buffers if b.trainable}
 
-    def transfer(
-        self, scratch: BufferPool, measure: Callable[[Tensor], Tensor] | None = None, *, in_memory: bool = False
-    ) -> ShardTransfer:
-        """The transfer of one forward-backward: loads shards of parameters and writes gradients, which it may `measure`."""
-        return ShardTransfer(self.device, scratch, measure=measure, in_memory=in_memory)
+    def transfer(self, scratch: BufferPool) -> ShardTransfer:
+        """The transfer of one forward-backward: loads shards of parameters and writes gradients."""
+        return ShardTransfer(self.device, scratch)
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         """During the backward, starts to read the next update's first sub-groups (without gradients), as many as the buffers
