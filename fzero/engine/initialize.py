@@ -27,7 +27,7 @@ from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.data_efficiency import sampler_of
 from fzero.engine.dataloader import ResumableLoader, check_indexed
-from fzero.engine.divided_params import check_not_foreign, moved, taken_over
+from fzero.engine.divided_params import check_not_foreign, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
@@ -254,7 +254,7 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     torch.cuda.set_device(device)
-    return model if any(p.is_meta for p in model.parameters()) else moved(model, device)
+    return model if any(p.is_meta for p in model.parameters()) else model.to(device)
 
 
 def _groups(
