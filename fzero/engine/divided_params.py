@@ -71,7 +71,7 @@ class DividedParameter(PartitionedParameter):
         if CONSTRUCTORS:
             return CONSTRUCTORS[-1].call(func, args, kwargs or {})
         name, used = called(func)
-        if name in CASTS and not torch.is_grad_enabled():  # module.to(...), .half(): what a module does to its parameters
+        if name in CASTS and not torch.is_grad_enabled():  # module.to(...) or .half()
             to = cast_to(name, args, kwargs)
             if to is not None and to[1].type != "meta":
                 return args[0]._cast(to[0])

@@ -415,4 +415,3 @@ def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
             f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
         )
     return lambda n: schedule(n) * (lr / base)
-

@@ -214,7 +214,9 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def _moved(kind: str, remote: str, folder: str) -> dict[str, Tensor]:
-    with zero.Init(config_dict_or_path={"zero_optimization": {"offload_param": {"device": remote, "nvme_path": folder}}}):
+    with zero.Init(
+        config_dict_or_path={"zero_optimization": {"offload_param": {"device": remote, "nvme_path": folder}}}
+    ):
         torch.manual_seed(3)
         model = Tricky()
     numbers = [param.ds_id for param in model.parameters()]
