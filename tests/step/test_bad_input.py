@@ -189,6 +189,30 @@ def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_reported(mesh: A
             fzero.comms.AbstractAxis.of(mesh)
 
 
+OTHER_PARALLELISMS = {
+    "tensor": "tensor parallelism", "tp": "tensor parallelism", "model_parallel": "tensor parallelism",
+    "context": "context or sequence parallelism", "cp": "context or sequence parallelism",
+    "seq": "context or sequence parallelism", "sequence_parallel": "context or sequence parallelism",
+    "SP": "context or sequence parallelism", "expert": "expert parallelism", "experts": "expert parallelism",
+    "ep": "expert parallelism", "pp": "a pipeline", "stage": "a pipeline",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_PARALLELISMS)
+def test_an_axis_that_means_another_parallelism_elsewhere_is_refused_with_what_it_means_here(name: str) -> None:
+    mesh = Mesh(((name, 2), ("data", 2)))
+    with pytest.raises(
+        ValueError, match=f"got '{name}' in .*, which elsewhere means {OTHER_PARALLELISMS[name]}; name it"
+    ):
+        fzero.plan(Plain(), config(3), mesh=mesh)
+    fzero.plan(Plain(), config(3), mesh=Mesh(((name, 1), ("data", 4))))  # one rank is no copy
+
+
+@pytest.mark.parametrize("name", ["node", "pod", "rack", "replica", "dp_replicate", "hosts", "zone", "outer", "n"])
+def test_an_axis_with_any_other_name_holds_copies(name: str) -> None:
+    assert fzero.plan(Plain(), config(3), mesh=Mesh(((name, 2), ("data", 2)))).replicate_axes == (name,)
+
+
 def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
     assert ranks(2, _make_step_on_mesh, Mesh.of(data=2)) == [2, 2]
     assert ranks(2, _make_step_on_mesh, Mesh.of(node=1, data=2)) == [2, 2]
