@@ -230,6 +230,51 @@ def test_an_unknown_stage_is_reported_by_the_step_as_by_the_configuration() -> N
         fzero.make_train_step(Plain(), config(4))
 
 
+class Equal(nn.Linear):
+    """Its modules are equal by value, so PyTorch finds the first one only."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.in_features == other.in_features
+
+    def __hash__(self) -> int:
+        return hash(self.in_features)
+
+
+class EqualWithoutHash(nn.Linear):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _holding(kind: str, value: Any, name: str = "a.b") -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    getattr(model[0], f"_{kind}")[name] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: nn.Sequential(Equal(4, 4), Equal(4, 4)), "'0' and '1' are equal by the __eq__ of Equal, so PyTorch"),
+        (lambda: nn.Sequential(EqualWithoutHash(4, 4)), "must have hashes, .* unhashable type: 'EqualWithoutHash'"),
+        (lambda: _holding("parameters", nn.Parameter(torch.ones(4))), r"no dots, .* parameter 'a\.b' in 0 \(Linear\)"),
+        (lambda: _holding("buffers", torch.ones(4)), r"no dots, .* buffer 'a\.b' in 0 \(Linear\)"),
+        (lambda: _holding("modules", nn.Linear(4, 4)), r"no dots, .* module 'a\.b' in 0 \(Linear\)"),
+    ],
+)
+def test_parts_that_pytorch_does_not_find_by_their_names_are_refused(make: Callable[[], nn.Module], says: str) -> None:
+    for use in (fzero.plan, fzero.make_train_step, lambda model, cfg: fzero.initialize(model=model, config=cfg)):
+        with pytest.raises(ValueError, match=f"model: .*{says}"):
+            use(make(), config(1))
+
+
+def test_equal_modules_that_are_one_are_tied() -> None:
+    one = Equal(4, 4)
+    plan = fzero.plan(nn.Sequential(one, nn.Tanh(), one), config(1))
+    assert sum(unit.numel for unit in plan.units) == 20
+
+
 def test_a_model_without_parameters_is_refused_by_its_class() -> None:
     with pytest.raises(ValueError, match="make_train_step: ReLU has no parameters"):
         fzero.make_train_step(nn.ReLU(), config(1))
