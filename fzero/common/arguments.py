@@ -66,13 +66,14 @@ def _check_parts(model: nn.Module, field: str) -> None:
             if dotted := [key for key in held if "." in key]:
                 raise ValueError(
                     f"{field}: names of parameters, buffers and modules must have no dots, which stand between modules, got the "
-                    f"{what} {dotted[0]!r} in {name or 'the model itself'} ({type(module).__name__}); replace the dots, with _ say"
+                    f"{what} {dotted[0]!r} in {name or 'the model itself'} ({type(module).__name__}); replace them, with _ say"
                 )
         if id(module) not in by_identity:
             same = next(other for other, first in found.items() if first == module)
             raise ValueError(
                 f"{field}: its modules must differ from each other, but {same!r} and {name!r} are equal by the __eq__ of "
-                f"{type(module).__name__}, so PyTorch leaves the second out of model.parameters() and it would not be trained; {alone}"
+                f"{type(module).__name__}, so PyTorch leaves the second out of model.parameters(), and it would not be trained; "
+                f"{alone}"
             )
 
 
