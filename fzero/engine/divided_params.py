@@ -76,7 +76,8 @@ class DividedParameter(PartitionedParameter):
             if to is not None and to[1].type != "meta":
                 return args[0]._cast(to[0])
         if name == "__set__" and used == "data" and getattr(args[1], "fzero_cast_of", None) is args[0]:
-            return _hold(args[0], args[1].fzero_divided, args[0].fzero_rules)
+            param: Any = args[0]
+            return _hold(param, args[1].fzero_divided, param.fzero_rules)
         if not needs_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))

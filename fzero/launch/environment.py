@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections import ChainMap, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from string import Template
@@ -94,7 +94,7 @@ def expanded(templates: Mapping[str, str], environment: Mapping[str, str]) -> di
     """
     values: dict[str, str] = {}
     for name, value in templates.items():
-        values[name] = Template(value).substitute(defaultdict(str, ChainMap(values, {**environment})))
+        values[name] = Template(value).substitute(defaultdict(str, {**environment, **values}))
     return values
 
 
