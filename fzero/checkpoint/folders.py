@@ -277,7 +277,11 @@ def begin(path: Path, step: int) -> Path:
                 )
         folder = path / f"{SAVING}step-{step}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
-        write_whole(folder / OWNER, json.dumps(asdict(Owner.this_process())).encode())
+        try:
+            write_whole(folder / OWNER, json.dumps(asdict(Owner.this_process())).encode())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     except OSError as error:
         raise CheckpointError(
             f"save: {path} must be a folder that can be written to, got {error}; pass another"
@@ -363,11 +367,15 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     beside = path.with_name(f".{path.name}.new")
     with create(beside) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    with flushed(path.parent):
-        beside.rename(path)
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            with flushed(path.parent):
+                beside.rename(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager
