@@ -152,6 +152,8 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     num_devices = torch.cuda.device_count()
     if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
         say("no GPU is here: starting one rank; --num_procs N starts more")
+    if num_devices == 0 and given.num_gpus is not None:
+        say(f"no GPU is here: --num_gpus {given.num_gpus} starts as many processes on the CPU, as --num_procs does")
     if num_devices == 0 and given.exclude:
         raise LaunchError(f"--exclude {given.exclude}: this machine has no GPU; --num_procs N starts N ranks")
     named = (
