@@ -25,14 +25,18 @@ import uuid
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from fzero.checkpoint.client_values import restored
 from fzero.common.pickles import load_tensors
 from fzero.common.safe_files import check_inside, create
 from fzero.storage.ownership import Owner
+
+T = TypeVar("T")
 
 FORMAT = 1
 """The newest checkpoint format that this code reads, and the one that it writes."""
@@ -60,6 +64,34 @@ class NoCheckpointError(CheckpointError):
 # --- one checkpoint ----------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class StoredContents:
+    """`contents.json`: the fields of `fzero.checkpoint.saving.Contents` that are read again, and the chunks of all tensors."""
+
+    numbers: dict[str, int | float]
+    optimizer: dict[str, dict[str, str | list[str]] | None]
+    slices: list[tuple[str, list[int], str, list[int], list[int], str, int, int, int]]
+    names: dict[str, str]
+    hook_states: dict[str, str] = field(default_factory=dict)
+    rates: dict[str, float] = field(default_factory=dict)
+    loss_scaling: dict[str, int | float | bool | None] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    """What is read of `fzero.json`, besides its format and checksum."""
+
+    files: dict[str, int]
+    serial: int
+    scales_dynamically: bool
+
+
+def is_not_ours(path: Path, why: object) -> CheckpointError:
+    """The error for a file of a checkpoint that cannot be one that fzero wrote."""
+    return CheckpointError(f"load: {path} must be what fzero wrote, and is not: {why}; take another checkpoint")
+
+
 def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Writes the manifest of a checkpoint, with checksums of the files beside it and of itself."""
     beside = {name: checksum_of(folder / name) for name in (METADATA, CONTENTS, CLIENT)}
@@ -73,16 +105,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_bytes())
         number, checksum = manifest["format"], manifest.pop("checksum")
+        is_newer = number > FORMAT
     except FileNotFoundError:
         raise CheckpointError(
             f"load: {folder} must hold {MANIFEST}, and does not: it is not a checkpoint of fzero, or is incomplete; take another "
             f"one, or fzero.load_weights for another library's"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(
-            f"load: {path} must be what fzero wrote, got {error!r}; take another checkpoint"
-        ) from error
-    if number > FORMAT:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise is_not_ours(path, repr(error)) from error
+    if is_newer:
         raise CheckpointError(
             f"load: the format of {folder} must be at most {FORMAT}, got {number}: a newer fzero wrote it ("
             f"{manifest.get('fzero')}); update fzero"
@@ -92,7 +123,17 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"load: {path} must have checksum {checksum}, got {_checksum(manifest)}: it is not what was written; take another "
             f"checkpoint"
         )
+    _read(_Manifest, path, json.dumps(manifest).encode())
     return manifest
+
+
+def _read(kind: type[T], path: Path, content: bytes) -> T:
+    """The content of a file as a value of a kind; else a CheckpointError with the first place where it is not one."""
+    try:
+        return TypeAdapter(kind).validate_json(content, strict=True)
+    except ValidationError as error:
+        where, why = error.errors()[0]["loc"], error.errors()[0]["msg"]
+        raise is_not_ours(path, f"{'.'.join(map(str, where))}: {why}" if where else why) from error
 
 
 def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
@@ -109,11 +150,10 @@ def check_beside(folder: Path, manifest: Mapping[str, Any]) -> None:
             )
 
 
-def read_contents(folder: Path) -> dict[str, Any]:
+def read_contents(folder: Path) -> StoredContents:
     """The contents of a checkpoint besides its tensors. Raises as `read_manifest` and `check_beside`."""
     check_beside(folder, read_manifest(folder))
-    contents: dict[str, Any] = json.loads((folder / CONTENTS).read_bytes())
-    return contents
+    return _read(StoredContents, folder / CONTENTS, (folder / CONTENTS).read_bytes())
 
 
 def _checksum(fields: Mapping[str, Any]) -> int:
@@ -237,7 +277,11 @@ def begin(path: Path, step: int) -> Path:
                 )
         folder = path / f"{SAVING}step-{step}-{uuid.uuid4().hex[:8]}"
         folder.mkdir()
-        write_whole(folder / OWNER, json.dumps(asdict(Owner.this_process())).encode())
+        try:
+            write_whole(folder / OWNER, json.dumps(asdict(Owner.this_process())).encode())
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
     except OSError as error:
         raise CheckpointError(
             f"save: {path} must be a folder that can be written to, got {error}; pass another"
@@ -323,11 +367,15 @@ def write_whole(path: Path, content: bytes) -> None:
     """
     beside = path.with_name(f".{path.name}.new")
     with create(beside) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    with flushed(path.parent):
-        beside.rename(path)
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+            with flushed(path.parent):
+                beside.rename(path)
+        except BaseException:
+            beside.unlink(missing_ok=True)
+            raise
 
 
 @contextmanager

@@ -7,7 +7,6 @@ Each rank reads the ranges that it holds.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
@@ -34,7 +33,7 @@ from fzero.storage.file_agreement import agree
 from fzero.storage.state_files import StateFiles as Scratch
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Fragment  # imports PyTorch modules that take a second
+    from fzero.checkpoint.dcp_format import DcpReader, Fragment  # imports PyTorch modules that take a second
 
 
 class Loaded(NamedTuple):
@@ -125,22 +124,43 @@ class Saved(NamedTuple):
 
 def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] | None = None) -> Loaded:
     """`left` receives the names of parameters that are not stored; None allows none."""
-    from fzero.checkpoint.dcp_format import DcpReader
-
-    manifest = files.read_manifest(path)
-    files.check_beside(path, manifest)
-    contents = json.loads((path / files.CONTENTS).read_bytes())
-    found, missing = DcpReader(path, map(Slice.of, contents["slices"])), contents.get("left_out", [])
+    scales = files.read_manifest(path)["scales_dynamically"]
+    contents, found = opened(path)
+    missing = contents.left_out
     if missing and left is None:
         raise files.CheckpointError(
             f"load: {path} must hold all parameters, and was saved without {listed(missing)} (exclude_frozen_parameters); load "
             f"it with load_checkpoint of an engine, whose model has them"
         )
     (left if left is not None else []).extend(missing)
-    numbers, optimizer, hook_states = contents["numbers"], contents["optimizer"], contents.get("hook_states", {})
-    saved = Saved(found, numbers, optimizer, hook_states, manifest["scales_dynamically"], missing)
+    numbers, optimizer, hook_states = contents.numbers, contents.optimizer, contents.hook_states
+    saved = Saved(found, numbers, optimizer, hook_states, scales, missing)
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
+
+
+def opened(folder: Path) -> tuple[files.StoredContents, DcpReader]:
+    """The contents of a checkpoint of fzero, and the reader of its tensors.
+
+    Raises:
+        CheckpointError: a file is damaged, or they do not fit each other.
+    """
+    from fzero.checkpoint.dcp_format import DcpReader
+
+    contents = files.read_contents(folder)
+    found = DcpReader(folder, map(Slice.of, contents.slices))
+    wanted = {layout.key_of("params", name) for name in (*contents.names.values(), *contents.optimizer)}
+    for name, state in contents.optimizer.items():
+        kept = [] if state is None else state.get("keeps")
+        if not isinstance(kept, list) or (state is not None and not isinstance(state.get("kind"), str)):
+            raise files.is_not_ours(folder / files.CONTENTS, f"optimizer.{name}: must have 'kind' and 'keeps'")
+        wanted |= {layout.key_of(path, name) for path in kept}
+    left = {layout.key_of("params", name) for name in contents.left_out}
+    if absent := sorted(wanted - found.stored.keys() - contents.numbers.keys() - left):
+        raise files.is_not_ours(folder / files.CONTENTS, f"{absent[0]!r} is not stored beside it")
+    if type(contents.numbers.get("state.step")) is not int:
+        raise files.is_not_ours(folder / files.CONTENTS, "numbers must have the number of updates, 'state.step'")
+    return contents, found
 
 
 def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainState[Tensor]:
@@ -236,5 +256,5 @@ def starts(dir: str | Path) -> dict[str, int]:
     Returns:
         A number per parameter, equal for parameters whose optimizer states count the same updates.
     """
-    contents = files.read_contents(files.find(Path(dir)))
-    return layout.stored_starts(contents["optimizer"], contents["numbers"])
+    contents, _ = opened(files.find(Path(dir)))
+    return layout.stored_starts(contents.optimizer, contents.numbers)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -23,8 +23,8 @@ from fzero.checkpoint.agreement import check_same_folder, together
 from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
-from fzero.checkpoint.layout import Slice, Stored, StoredSlice, parts_of_weights
-from fzero.checkpoint.loading import Source, placed, read_into
+from fzero.checkpoint.layout import Stored, StoredSlice, parts_of_weights
+from fzero.checkpoint.loading import Source, opened, placed, read_into
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.common.arguments import check_path
 from fzero.comms import collectives
@@ -38,9 +38,6 @@ from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.state_files import StateFiles as Scratch
-
-if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import DcpReader
 
 TORCH_INDEX = "pytorch_model.bin.index.json"
 
@@ -167,8 +164,8 @@ def export(
         out, dtype, max_file_nbytes: as for `save_16bit_model`.
     """
     folder = files.find(Path(dir))
-    contents = files.read_contents(folder)
-    found, names, params = chunks_in(folder, contents), contents["names"], contents["optimizer"]
+    contents, found = opened(folder)
+    names, params = contents.names, contents.optimizer
     first, aliases = _first_keys(names)
     tensors = {}
     for name, key in first.items():
@@ -228,9 +225,10 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     if is_deepspeeds(path):
         return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
-        return chunks_in(path, None), ("model.", "")
-    folder = files.find(path)
-    return chunks_in(folder, files.read_contents(folder)), ("master.", "model.")
+        from fzero.checkpoint.dcp_format import DcpReader
+
+        return DcpReader(path), ("model.", "")
+    return opened(files.find(path))[1], ("master.", "model.")
 
 
 def _files_of(index: Path) -> list[Path]:
@@ -240,9 +238,3 @@ def _files_of(index: Path) -> list[Path]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"load: {index} must be an index of files, got {error!r}; take another folder") from error
     return [files.inside(index.parent, name, index) for name in names]
-
-
-def chunks_in(folder: Path, contents: Mapping[str, Any] | None) -> DcpReader:
-    from fzero.checkpoint.dcp_format import DcpReader
-
-    return DcpReader(folder, [] if contents is None else map(Slice.of, contents["slices"]))

@@ -39,8 +39,9 @@ def _kind(value: object) -> str:
 
 
 def check_model(model: object, field: str = "model") -> None:
-    """Raises unless it is a module; a class of modules or a list of modules is not one."""
+    """Raises unless it is a module whose parts each have one name; a class of modules or a list of modules is not one."""
     if isinstance(model, nn.Module):
+        _check_parts(model, field)
         return
     fix = "pass a torch.nn.Module"
     if isinstance(model, type) and issubclass(model, nn.Module):
@@ -48,6 +49,32 @@ def check_model(model: object, field: str = "model") -> None:
     elif isinstance(model, list | tuple):
         fix = "pass torch.nn.Sequential(*modules), or a module that holds them"
     refuse(field, "a torch.nn.Module", model, fix)
+
+
+def _check_parts(model: nn.Module, field: str) -> None:
+    """Raises for parts that PyTorch itself does not find by name: equal modules, and names with dots."""
+    alone = "compare modules by identity: leave __eq__ and __hash__ out of the class"
+    try:
+        every, found = [*model.named_modules(remove_duplicate=False)], dict(model.named_modules())
+    except TypeError as error:
+        raise ValueError(
+            f"{field}: its modules must have hashes, by which PyTorch finds them ({error}); {alone}"
+        ) from error
+    by_identity = {id(module) for module in found.values()}
+    for name, module in every:
+        for what, held in ("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules):
+            if dotted := [key for key in held if "." in key]:
+                raise ValueError(
+                    f"{field}: names of parameters, buffers and modules must have no dots, which stand between modules, got the "
+                    f"{what} {dotted[0]!r} in {name or 'the model itself'} ({type(module).__name__}); replace them, with _ say"
+                )
+        if id(module) not in by_identity:
+            same = next(other for other, first in found.items() if first == module)
+            raise ValueError(
+                f"{field}: its modules must differ from each other, but {same!r} and {name!r} are equal by the __eq__ of "
+                f"{type(module).__name__}, so PyTorch leaves the second out of model.parameters(), and it would not be trained; "
+                f"{alone}"
+            )
 
 
 def check_loss_fn(loss_fn: object) -> None:

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import (
     LOWER,
+    PER_RANK,
     Block,
     ConfigError as ConfigError,
     Count,
@@ -107,7 +108,7 @@ class Config(Block):
     """The ZeRO stage, sizes of buckets, and offloading."""
     activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     """The units that keep only their inputs for the backward."""
-    aio: AIO = AIO()
+    aio: Annotated[AIO, PER_RANK] = AIO()
     """How the files of `offload_optimizer` and `offload_param` are read and written."""
     elasticity: Elasticity = Elasticity()
     """The batch as a function of the number of ranks."""

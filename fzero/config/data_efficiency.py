@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fzero.config.fields import Block, Count, Elements, Number, Rate
+from fzero.config.fields import PER_RANK, Block, Count, Elements, Number, Rate
 
 if TYPE_CHECKING:
     from fzero.data.schedules import Discrete, Root
@@ -178,7 +178,7 @@ class DynamicBatching(Block):
     """The order of the samples that fill batches."""
     max_tokens: Count | None = None
     """The most tokens of a micro-batch; required."""
-    verbose: bool = False
+    verbose: Annotated[bool, PER_RANK] = False
     """Whether rank 0 prints every batch."""
 
     @model_validator(mode="after")

@@ -62,6 +62,15 @@ def off_at(*off: int) -> BeforeValidator:
     return BeforeValidator(lambda value: None if number(value) in off else value)
 
 
+class PerRank:
+    """The mark of a key that a rank may have for itself; see `compared`."""
+
+
+PER_RANK = PerRank()
+"""In the type of a field: the key, or every key of the block, changes no number and no collective, so that ranks need not have
+the same value (a script prints, measures or writes logs on rank 0)."""
+
+
 LOWER = BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value)
 """For names in any case, such as `"SUM"`."""
 
@@ -81,6 +90,30 @@ class Block(BaseModel):
             return data
         known = {*cls.model_fields, *(field.alias for field in cls.model_fields.values())}
         return {key: value for key, value in data.items() if value != "auto" or key not in known}
+
+
+def compared(block: Block) -> dict[str, str]:
+    """The values that must be the same on all ranks, as text, by dotted name: all but those marked `PER_RANK`.
+
+    >>> class Logs(Block):
+    ...     folder: Annotated[str, PER_RANK] = "logs"
+    ...     every: int = 1
+    >>> compared(Logs())
+    {'every': '1'}
+    """
+    fields = type(block).model_fields
+    return _dotted({name: value for name, value in block if PER_RANK not in fields[name].metadata})
+
+
+def _dotted(values: Mapping[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Block | Mapping):
+            inner = compared(value) if isinstance(value, Block) else _dotted(value)
+            found |= {f"{name}.{key}": text for key, text in inner.items()}
+        else:
+            found[name] = str(value)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

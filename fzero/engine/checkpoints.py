@@ -14,7 +14,7 @@ import torch
 
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, of_rank_0, together
-from fzero.checkpoint.deepspeed.files import MODEL, is_one
+from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, is_one
 from fzero.checkpoint.deepspeed.load import client_of as deepspeeds_client, import_deepspeed
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.loading import load_partly, starts
@@ -106,8 +106,8 @@ class KeepsFiles(Generates):
         With `checkpoint.load_universal` in the configuration, `latest_universal` names the checkpoint, if it is there.
 
         Returns:
-            A path in the checkpoint's folder, with the name of DeepSpeed's file there, and the `client_state`; `(None, None)`
-            where no tag is given and there is no `latest`.
+            A file in the checkpoint's folder (`latest`, or DeepSpeed's model file) and the `client_state`; `(None, None)` where
+            no tag is given and there is no `latest`.
         """
         if custom_load_fn is not None:
             raise ValueError("load_checkpoint: custom_load_fn must be None, because the state is loaded and not a module; pass "
@@ -139,7 +139,8 @@ class KeepsFiles(Generates):
             if self.training_dataloader is not None and progress["data"] is not None:
                 self.training_dataloader.load_state_dict(progress["data"])
         self.show_state()
-        return str(path / MODEL), client
+        names = (MODEL, MODEL_OF_RANK.format(0), files.LATEST, files.MANIFEST)
+        return str(next(path / name for name in names if (path / name).exists())), client
 
     def _take(self, path: Path, *, takes_optimizer: bool) -> tuple[dict[str, Any], Any]:
         """Takes over the state of a checkpoint; returns the progress of its engine, and the `client_state`."""

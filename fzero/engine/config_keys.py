@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.fields import Block, Count, Elements, Number, number, problems_of
+from fzero.config.fields import PER_RANK, Block, Count, Elements, Number, number, problems_of
 from fzero.config.files import read as read_file
 from fzero.config.unknown_keys import without_unknown
 
@@ -180,25 +180,25 @@ class HybridEngineKeys(Block):
 class EngineKeys(Block):
     """The keys that `fzero.initialize` honours besides those of a step."""
 
-    steps_per_print: Annotated[Count | None, _NULL_IS_NEVER] = None
+    steps_per_print: Annotated[Count | None, _NULL_IS_NEVER, PER_RANK] = None
     """Rank 0 prints step, skipped steps, learning rate and momentum every `steps_per_print` steps."""
-    wall_clock_breakdown: bool | None = False
+    wall_clock_breakdown: Annotated[bool | None, PER_RANK] = False
     """Rank 0 prints after each step the duration of its parts, and the waits for collectives in them."""
-    memory_breakdown: bool | None = False
+    memory_breakdown: Annotated[bool | None, PER_RANK] = False
     """Rank 0 prints the plan, with the bytes of model state, when the engine is made, and memory after each part of a step."""
-    dump_state: bool | None = False
+    dump_state: Annotated[bool | None, PER_RANK] = False
     """Rank 0 prints the configuration and the plan when the engine is made."""
     dataloader_drop_last: bool | None = False
     """Whether the loader of `training_data` drops samples that do not fill a batch on every rank."""
     managed_gradient_accumulation: bool | None = True
     """Whether the engine counts micro-steps, and updates at the end of an accumulation. False: every `step()` updates."""
-    csv_monitor: Monitor = Monitor()
-    tensorboard: Monitor = Monitor()
-    wandb: WandbKeys = WandbKeys()
-    comet: CometKeys = CometKeys()
+    csv_monitor: Annotated[Monitor, PER_RANK] = Monitor()
+    tensorboard: Annotated[Monitor, PER_RANK] = Monitor()
+    wandb: Annotated[WandbKeys, PER_RANK] = WandbKeys()
+    comet: Annotated[CometKeys, PER_RANK] = CometKeys()
     checkpoint: CheckpointKeys = CheckpointKeys()
-    flops_profiler: FlopsProfilerKeys = FlopsProfilerKeys()
-    comms_logger: CommsLoggerKeys = CommsLoggerKeys()
+    flops_profiler: Annotated[FlopsProfilerKeys, PER_RANK] = FlopsProfilerKeys()
+    comms_logger: Annotated[CommsLoggerKeys, PER_RANK] = CommsLoggerKeys()
     hybrid_engine: HybridEngineKeys = HybridEngineKeys()
     pipeline: PipelineKeys = PipelineKeys()
 

@@ -21,7 +21,7 @@ from fzero.config.config import ConfigError
 from fzero.engine.divided import Divided
 from fzero.engine.param_status import mark
 from fzero.engine.param_views import PartitionedParameter, PartitionedParameterError, engine_of
-from fzero.model.tensor_uses import called, needs_values
+from fzero.model.tensor_uses import CASTS, called, cast_to, needs_values
 from fzero.runtime.step_spec import check_same
 
 _LEAVING = Label("other", "at the end of GatheredParameters")
@@ -63,27 +63,49 @@ class DividedParameter(PartitionedParameter):
 
     fzero_divided: Divided
     fzero_rules: Rules
+    fzero_cast_of: DividedParameter
+    """Of a result of `.half()` and the like: the parameter whose data it may become (`module.half()` does that)."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if CONSTRUCTORS:
             return CONSTRUCTORS[-1].call(func, args, kwargs or {})
+        name, used = called(func)
+        if name in CASTS and not torch.is_grad_enabled():  # module.to(...) or .half()
+            to = cast_to(name, args, kwargs)
+            if to is not None and to[1].type != "meta":
+                return args[0]._cast(to[0])
+        if name == "__set__" and used == "data" and getattr(args[1], "fzero_cast_of", None) is args[0]:
+            param: Any = args[0]
+            return _hold(param, args[1].fzero_divided, param.fzero_rules)
         if not needs_values(func, args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise PartitionedParameterError(
-            f"parameter: is divided over the ranks (zero.Init) and has no values here, and {called(func)[1] or func} needs them; "
+            f"parameter: is divided over the ranks (zero.Init) and has no values here, and {used or func} needs them; "
             f"compute on all ranks inside `with fzero.deepspeed.zero.GatheredParameters(...)`, or with the engine that "
-            f"initialize returns; pass dtype= and remote_device= to zero.Init to have it in another dtype or memory"
+            f"initialize returns"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DividedParameter:
+        memo[id(self)] = twin = self._twin(self.dtype)
+        return twin
+
+    def _cast(self, dtype: torch.dtype) -> DividedParameter:
+        """The parameter in a dtype, itself where it has that dtype; `Rules` say where its values are, on whatever device."""
+        if dtype == self.dtype:
+            return self
+        twin = self._twin(dtype)
+        twin.fzero_cast_of = self
+        return twin
+
+    def _twin(self, dtype: torch.dtype) -> DividedParameter:
+        """Another parameter with the same values, each rank's shard in a dtype."""
         divided, rules = self.fzero_divided, self.fzero_rules
         with torch._C.DisableTorchFunctionSubclass():
-            twin = nn.Parameter(torch.empty_like(self), self.requires_grad)
-        shard_S = rules.keep(divided.shard_S.clone())
+            twin = nn.Parameter(torch.empty_like(self, dtype=dtype), self.requires_grad)
+        shard_S = rules.keep(divided.shard_S.to(dtype, copy=True))
         _hold(twin, Divided(divided.shape, divided.axis, shard_S, divided.device), rules)
-        memo[id(self)] = twin
         return twin  # type: ignore[return-value]  # its class is set by _hold
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -270,18 +292,6 @@ def taken_over(model: nn.Module) -> Iterator[None]:
         yield
         for param in found:
             del param.__dict__["fzero_divided"], param.__dict__["fzero_rules"]
-
-
-def moved(model: nn.Module, device: torch.device) -> nn.Module:
-    """The model on a device; divided parameters are made there in any case."""
-    if not any(map(is_divided, model.parameters())):
-        return model.to(device)
-    for param in model.parameters():
-        if not is_divided(param):
-            param.data = param.data.to(device)
-    for module in model.modules():
-        module._buffers |= {key: None if x is None else x.to(device) for key, x in module._buffers.items()}
-    return model
 
 
 def _is_to_divide(param: nn.Parameter) -> bool:

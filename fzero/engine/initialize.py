@@ -18,6 +18,7 @@ from fzero.comms.process_group import is_joined
 from fzero.comms.rendezvous import DEFAULT_PORT, launched
 from fzero.compression.plan import CompressionPlan, plan_of
 from fzero.config.config import Config, ConfigError, ConfigWarning
+from fzero.config.fields import compared
 from fzero.config.files import read
 from fzero.data.loader import CurriculumLoader
 from fzero.data.token_dropping import dropping_of
@@ -26,7 +27,7 @@ from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.data_efficiency import sampler_of
 from fzero.engine.dataloader import ResumableLoader, check_indexed
-from fzero.engine.divided_params import check_not_foreign, moved, taken_over
+from fzero.engine.divided_params import check_not_foreign, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
@@ -34,7 +35,7 @@ from fzero.model.checkpointing import Choice
 from fzero.model.trainability import listed
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
-from fzero.runtime.step_spec import StepSpec, bind
+from fzero.runtime.step_spec import StepSpec, bind, check_same
 from fzero.step import TrainStep
 from sharding import Mesh
 
@@ -116,6 +117,7 @@ def initialize(
         cfg = _one_scheduler(cfg, lr_scheduler)
         cfg.warn_of_no_effect(model)
         step = _step(model, cfg, groups, units=units, schedule=schedule, checkpoint=checkpoint, seed=seed)
+        check_same(step.runtime.world, {"configuration": compared(keys)})
         _check_parallelism(mpu, mesh_param, step.world_size)
         rates, momentum = step.runtime.updater.rates, step.runtime.updater.momentum
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
@@ -252,7 +254,7 @@ def _on_own_device(model: nn.Module, port: int, required: bool | None) -> nn.Mod
         return model
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
     torch.cuda.set_device(device)
-    return model if any(p.is_meta for p in model.parameters()) else moved(model, device)
+    return model if any(p.is_meta for p in model.parameters()) else model.to(device)
 
 
 def _groups(

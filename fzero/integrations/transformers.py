@@ -13,7 +13,8 @@ model, by an `fzero.Engine`; `backward` and `optimizer.step`, by the engine's; a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ except ModuleNotFoundError as error:
         f"'fzero[trainer]'",
         name=error.name,
     ) from error
+
+from transformers.trainer import TRAINER_STATE_NAME
 
 from fzero.common.pickles import load_tensors
 from fzero.comms.rendezvous import launched
@@ -190,6 +193,17 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
                 f"resume_from_checkpoint: must be a checkpoint of this Trainer, got {resume_from_checkpoint}, which has no file "
                 f"'latest'; to use only its weights, start with from_pretrained({str(resume_from_checkpoint)!r})"
             )
+        path = Path(resume_from_checkpoint) / TRAINER_STATE_NAME
+        with _reading(path, "the Trainer's state", "take another checkpoint"):
+            transformers.TrainerState.load_from_json(str(path))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Continues the random states of this rank, if the checkpoint has them."""
+        if checkpoint is not None:
+            name = "rng_state.pth" if self.args.world_size == 1 else f"rng_state_{self.args.process_index}.pth"
+            fix = "remove it, to go on with other random numbers, or take another checkpoint"
+            with _reading(Path(checkpoint) / name, "this rank's random states", fix):
+                super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
@@ -197,13 +211,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]
         assert self.engine is not None and self.lr_scheduler is not None
         self.engine.load_checkpoint(checkpoint)
         path = Path(checkpoint) / _SCHEDULER
-        try:
-            schedule = load_tensors(path)
-        except ValueError as error:
-            raise ValueError(
-                f"resume_from_checkpoint: {path} must hold the scheduler's state, and {error}; take another checkpoint"
-            ) from error
-        self.lr_scheduler.load_state_dict(schedule)
+        with _reading(path, "the scheduler's state", "take another checkpoint"):
+            self.lr_scheduler.load_state_dict(load_tensors(path))
 
     def _load_best_model(self) -> None:
         assert self.engine is not None
@@ -225,6 +234,21 @@ class Updating(EngineOptimizer):
     def step_was_skipped(self) -> bool:
         """Whether the last update was skipped; accelerate reads it."""
         return self.overflow
+
+
+@contextmanager
+def _reading(path: Path, what: str, fix: str) -> Iterator[None]:
+    """Inside, a file of a checkpoint is read; whatever fails is an error that names the file.
+
+    torch's own text is left out where it advises `weights_only=False`, with which a file may run code.
+    """
+    try:
+        yield
+    except Exception as error:
+        why = type(error).__name__ if "weights_only" in str(error) else str(error) or repr(error)
+        raise ValueError(
+            f"resume_from_checkpoint: {path} must hold {what}, and cannot be read ({why}); {fix}"
+        ) from None
 
 
 def _mapping(source: Any) -> Mapping[str, Any]:

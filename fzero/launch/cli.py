@@ -35,7 +35,7 @@ from fzero.launch.deepspeed_flags import (
     pid_file,
     rank_words,
 )
-from fzero.launch.environment import forwarded, not_forwarded, rank_defaults, read_env_files
+from fzero.launch.environment import expanded, forwarded, not_forwarded, rank_defaults, read_env_files
 from fzero.launch.hostfile import Host, choose, parse_filter, parse_hostfile
 from fzero.launch.launchers import HAVE_AGENTS, LAUNCHERS, PROGRAMS, Command, LaunchJob
 from fzero.launch.preflight import check
@@ -152,6 +152,8 @@ def choose_hosts(given: argparse.Namespace) -> tuple[Host, ...]:
     num_devices = torch.cuda.device_count()
     if num_devices == 0 and slots_per_host is None and not given.include and not given.exclude:
         say("no GPU is here: starting one rank; --num_procs N starts more")
+    if num_devices == 0 and given.num_gpus is not None:
+        say(f"no GPU is here: --num_gpus {given.num_gpus} starts as many processes on the CPU, as --num_procs does")
     if num_devices == 0 and given.exclude:
         raise LaunchError(f"--exclude {given.exclude}: this machine has no GPU; --num_procs N starts N ranks")
     named = (
@@ -240,7 +242,10 @@ def commands_of(
         variables[SECRET] = secrets.token_hex(16)
     if given.launcher not in HAVE_AGENTS:  # then the hosts' cores are assumed to be as many as this machine's
         num_ranks, num_cores = max(len(host.slots) for host in work.hosts), os.cpu_count() or 1
-        variables = rank_defaults({**environment, **from_file}, num_ranks=num_ranks, num_cores=num_cores) | variables
+        variables = (
+            rank_defaults({**environment, **expanded(from_file, environment)}, num_ranks=num_ranks, num_cores=num_cores)
+            | variables
+        )
     launcher_args = tuple(shlex.split(given.launcher_args))
     ssh_args = tuple(environment.get("PDSH_SSH_ARGS_APPEND", "").split())
     if given.launcher == "ssh":
@@ -259,7 +264,8 @@ def start(given: argparse.Namespace) -> int:
         if not 0 < given.timeout < float("inf"):
             raise LaunchError(f"--timeout {given.timeout}: must be a positive number of seconds")
         from_file["FZERO_TIMEOUT"] = f"{given.timeout:g}"
-    timeout_of(os.environ | from_file)  # raises here instead of on every rank
+    here = expanded(from_file, os.environ)
+    timeout_of(os.environ | here)  # raises here instead of on every rank
     is_many = len(hosts) > 1 or given.force_multi
     if given.no_ssh and is_many and given.node_rank is None:
         raise LaunchError("--no_ssh: starts one host, so give --node_rank, the number of this one in the hostfile")
@@ -270,9 +276,9 @@ def start(given: argparse.Namespace) -> int:
         )
     if not is_many or given.no_ssh:
         if given.dry_run:
-            print(Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), from_file))
+            print(Command((sys.executable, "-u", "-m", "fzero.launch.agent", *work.arguments()), here))
             return 0
-        os.environ.update(from_file)
+        os.environ.update(here)
         check_program(given, os.environ)
         with pid_file(given):
             return agent.run(work)

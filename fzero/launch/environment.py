@@ -1,14 +1,18 @@
 """The environment of ranks: an environment file, variables forwarded to other hosts, and defaults.
 
-A variable that the user has set takes precedence over a default, and one of the environment file over both.
+A variable that the user has set takes precedence over a default, and one of the environment file over both. Values travel as
+templates (`string.Template`), because `$NAME` in the environment file is the variable of the host where ranks start: `${NAME}`
+is replaced there, and `$$` is a dollar sign.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from string import Template
 
 FORWARDED = (
     "CUDA_DEVICE_", "DEEPSPEED_TIMEOUT", "FZERO_TIMEOUT", "FZERO_TUNE", "GLOO", "MALLOC_", "MLFLOW", "MV2", "NCCL",
@@ -24,11 +28,22 @@ the kernel and zeroed each time. 32 MiB is glibc's highest mmap threshold; at mo
 NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")  # valid variable names of a shell
 
 
-def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, str]:
-    """The variables of lines `NAME=VALUE`; blank lines and those that begin with `#` are skipped, values are taken as they are.
+QUOTED = re.compile(r"'[^']*'|\"(\\.|[^\"\\])*\"")
+TOKEN = re.compile(
+    rf"\\(?P<literal>[$\"\\`])|\$(?:\{{(?P<braced>{NAME.pattern})\}}|(?P<bare>{NAME.pattern}))|(?P<command>`|\$[({{])|\$",
+    re.A,
+)
+"""What a shell reads inside double quotes: `\\$`, `$NAME`, `${NAME}`, and what would run or compute something."""
 
-    >>> parse_env_file("# for all hosts\\nNCCL_DEBUG=INFO\\nA=b = c")
-    {'NCCL_DEBUG': 'INFO', 'A': 'b = c'}
+
+def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, str]:
+    """The variables of lines `NAME=VALUE`, each value a template; blank lines and those that begin with `#` are skipped.
+
+    Values are read as DeepSpeed's launcher has a shell read them: `$NAME` and `${NAME}` are replaced, `\\$` is a dollar sign, and
+    spaces stay. Quotes around a value are removed; inside single ones all stays as it is.
+
+    >>> parse_env_file("# for all hosts\\nNCCL_DEBUG=INFO\\nA=b = c\\nB=\\"$HOME/x y\\"\\nC='$HOME'")
+    {'NCCL_DEBUG': 'INFO', 'A': 'b = c', 'B': '${HOME}/x y', 'C': '$$HOME'}
     >>> parse_env_file("NCCL_DEBUG")
     Traceback (most recent call last):
     ValueError: environment file, line 1: 'NCCL_DEBUG' is not 'NAME=VALUE'
@@ -41,12 +56,50 @@ def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, 
         name, equals, value = content.removeprefix("export ").partition("=")
         if not equals or not NAME.fullmatch(name.strip()):
             raise ValueError(f"{source}, line {number}: {content!r} is not 'NAME=VALUE'")
-        variables[name.strip()] = value.strip()
+        try:
+            variables[name.strip()] = _template(value.strip())
+        except ValueError as error:
+            raise ValueError(f"{source}, line {number}: {error}") from None
     return variables
 
 
+def _template(value: str) -> str:
+    """The value of an environment file as a template."""
+    whole = QUOTED.fullmatch(value)
+    if whole and value[0] == "'":
+        return template(value[1:-1])
+
+    def read(found: re.Match[str]) -> str:
+        if found["command"]:
+            raise ValueError(
+                f"{value!r} has {found['command']}, which a shell would run or compute; write the result, or put the value in "
+                f"single quotes to keep it as it is"
+            )
+        name = found["braced"] or found["bare"]
+        return f"${{{name}}}" if name else template(found["literal"] or "$")
+
+    return TOKEN.sub(read, value[1:-1] if whole else value)
+
+
+def template(value: str) -> str:
+    """The template of a value that is taken as it is."""
+    return value.replace("$", "$$")
+
+
+def expanded(templates: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """The values of templates on a host, in their order; a variable that is not set is empty.
+
+    >>> expanded({"A": "${HOME}/a", "B": "${A}:${NONE}$$1"}, {"HOME": "/root"})
+    {'A': '/root/a', 'B': '/root/a:$1'}
+    """
+    values: dict[str, str] = {}
+    for name, value in templates.items():
+        values[name] = Template(value).substitute(defaultdict(str, {**environment, **values}))
+    return values
+
+
 def read_env_files(given: Path | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables of `given`, or of `.deepspeed_env` (or what DS_ENV_FILE names) at home and, over these, here."""
+    """The templates of `given`, or of `.deepspeed_env` (or what DS_ENV_FILE names) at home and, over these, here."""
     if given is not None:
         return parse_env_file(given.read_text(), source=str(given))
     name = environment.get("DS_ENV_FILE", ".deepspeed_env")
@@ -58,13 +111,13 @@ def read_env_files(given: Path | None, environment: Mapping[str, str]) -> dict[s
 
 
 def forwarded(environment: Mapping[str, str], from_file: Mapping[str, str]) -> dict[str, str]:
-    """The variables that other hosts set before they start ranks, if their names are valid in a shell.
+    """The templates of what other hosts set before they start ranks, if the names are valid in a shell.
 
     >>> forwarded({"NCCL_DEBUG": "INFO", "HOME": "/root", "NCCL_A.B": "1"}, {"A": "1"})
     {'NCCL_DEBUG': 'INFO', 'A': '1'}
     """
     names = [name for name in sorted(environment) if name.startswith(FORWARDED) and NAME.fullmatch(name)]
-    return {name: environment[name] for name in names} | {**from_file}
+    return {name: template(environment[name]) for name in names} | {**from_file}
 
 
 def not_forwarded(environment: Mapping[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ themselves, which read rank and world size from the environment (`fzero.launched
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -14,16 +15,20 @@ from dataclasses import dataclass, field, replace
 
 from fzero.launch import feed
 from fzero.launch.agent import AgentWork
+from fzero.launch.environment import expanded
 from fzero.launch.hostfile import Host
 
 ALIVE = ("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")
 """A host that does not answer for 15 seconds is given up."""
 
 READS = (
-    'import json, os, sys; os.environ.update(json.loads(open(0, "rb", 0, closefd=False).readline())); '
+    "import json, os, sys; from collections import defaultdict; from string import Template; "
+    "[os.environ.update({name: Template(value).substitute(defaultdict(str, os.environ))}) for name, value in "
+    'json.loads(open(0, "rb", 0, closefd=False).readline()).items()]; '
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""The program that runs before an agent: sets the variables in the first line of its input, and reads no further."""
+"""The program that runs before an agent: sets the variables in the first line of its input (templates, as `expanded` reads
+them), and reads no further."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,9 @@ class LaunchJob:
 
     work: AgentWork
     environment: Mapping[str, str]
-    """The variables for other hosts: forwarded ones, those of the environment file, and the secret of the job. Their values are
-    never part of a command: agents read them from their input, mpirun and srun from their own environment."""
+    """The templates of variables for other hosts (`fzero.launch.environment`): forwarded ones, those of the environment file,
+    and the secret of the job. They are never part of a command: agents read them from their input, mpirun and srun from their
+    own environment."""
     folder: str  # the working directory of the ranks, which must exist on every host
     launcher_args: tuple[str, ...] = ()
     ssh_args: tuple[str, ...] = ()  # options of ssh, also under pdsh and for checks
@@ -88,8 +94,9 @@ class LaunchJob:
         return json.dumps({**self.environment})
 
     def of_ranks(self) -> dict[str, str]:
-        """The environment of ranks that are started without an agent."""
-        return {**self.environment, "MASTER_ADDR": self.work.master_addr, "MASTER_PORT": str(self.work.master_port)}
+        """The environment of ranks that are started without an agent, which get the values of this host."""
+        values = expanded(self.environment, os.environ)
+        return {**values, "MASTER_ADDR": self.work.master_addr, "MASTER_PORT": str(self.work.master_port)}
 
 
 def ssh_words(job: LaunchJob) -> tuple[str, ...]:

@@ -37,11 +37,20 @@ def is_plain(name: str, used: str) -> bool:
     return name in ("__get__", "__set__") and used not in _VALUES
 
 
+CASTS = {"to", "cpu", "cuda", "half", "bfloat16", "float", "double", "type"}
+"""Methods by which `module.to(...)`, `.half()` and the like give a tensor in another dtype or on another device."""
+
+
+def cast_to(name: str, args: Any, kwargs: Any) -> tuple[torch.dtype, torch.device] | None:
+    """The dtype and the device that a method of `CASTS` would give its tensor, without its values; None if it gives no tensor."""
+    probe = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+    with torch._C.DisableTorchFunctionSubclass():
+        now = getattr(probe, name)(*args[1:], **(kwargs or {}))
+    return (now.dtype, now.device) if isinstance(now, torch.Tensor) else None  # x.type() is a name
+
+
 def _changes_nothing(name: str, attribute: str, args: Any, kwargs: Any) -> bool:
     """Whether a call moves a parameter to the device where it already is (as `module.to(device)` does), or sets it to itself."""
     if name == "__set__":
         return attribute == "data" and args[0] is args[1]
-    if name != "to":
-        return False
-    device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
-    return device in (None, args[0].device) and dtype in (None, args[0].dtype)
+    return name == "to" and cast_to(name, args, kwargs) == (args[0].dtype, args[0].device)

@@ -10,6 +10,7 @@ Shape letters: W ranks, L of them along "data", N = W / L along "node".
 from __future__ import annotations
 
 import math
+import re
 
 from fzero.comms.axes import WORLD
 from fzero.comms.mesh import is_several
@@ -19,13 +20,31 @@ from sharding import DATA, Mesh
 
 NODE = "node"
 
-
 PIPE = "pipe"
 """The mesh axis of the stages of a pipeline."""
 
 
+OTHER_AXES = {
+    "tensor parallelism": ("tensor", "tp", "model", "mp"),
+    "context or sequence parallelism": ("context", "cp", "sequence", "seq", "sp", "ring", "ulysses"),
+    "expert parallelism": ("expert", "ep", "moe"),
+    "a pipeline": ("pp", "pipeline", "stage"),
+}
+"""Names of axes that mean other parallelisms elsewhere, in lower case and without the word parallel."""
+
+
+def other_parallelism(name: str) -> str | None:
+    """The parallelism for which the name of an axis stands in other programs; None for any other name.
+
+    >>> other_parallelism("Tensor_Parallel"), other_parallelism("ep_size"), other_parallelism("replica")
+    ('tensor parallelism', 'expert parallelism', None)
+    """
+    word = re.sub(r"[^a-z]|parallel(ism)?|size|axis|dim|ranks?$", "", name.lower())
+    return next((what for what, names in OTHER_AXES.items() if word.removesuffix("s") in names), None)
+
+
 def check_mesh(given: object) -> None:
-    """Raises a ValueError unless `given` is a mesh of named axes, or None."""
+    """Raises a ValueError unless `given` is a mesh of named axes that mean what their names say, or None."""
     if given is not None and not isinstance(given, Mesh):
         raise ValueError(
             f"mesh: must be a mesh of named axes, an axis of ranks (fzero.join(), fzero.comms.AbstractAxis) or None, got "
@@ -36,6 +55,16 @@ def check_mesh(given: object) -> None:
             f"mesh: no axis may be named {WORLD!r}, which is the name of all ranks together in CommRecord, got {given}; give "
             f"the axis another name"
         )
+    for name, size in given.axes if given is not None else ():
+        if size > 1 and (what := other_parallelism(name)):
+            fix = (
+                "a pipeline's axis is 'pipe', for a PipelineModule" if what == "a pipeline" else f"fzero has no {what}"
+            )
+            raise ValueError(
+                f"mesh: every axis but {DATA!r} holds copies of the same state, with another part of the batch on each (hybrid "
+                f"sharding), got {name!r} in {given}, which elsewhere means {what}; name it {NODE!r} if copies are meant, else "
+                f"leave it out: {fix}"
+            )
 
 
 def sum_order(mesh: Mesh) -> tuple[str, ...]:

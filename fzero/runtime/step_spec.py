@@ -23,6 +23,7 @@ from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
+from fzero.config.fields import compared
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.held_tensors import Held, find_held
 from fzero.model.own_params import check_tensors
@@ -305,8 +306,8 @@ class StepSpec:
 
     @property
     def fingerprint_of_config(self) -> dict[str, str]:
-        """The values of the configuration, as text, by dotted name."""
-        return _dotted(self.cfg.model_dump())
+        """The values of the configuration that must be the same on all ranks, as text, by dotted name."""
+        return compared(self.cfg)
 
     def fingerprint(self, the_plan: Plan) -> dict[str, dict[str, str]]:
         """The values that must be the same on all ranks, by subject and name."""
@@ -414,12 +415,3 @@ def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
             f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
         )
     return lambda n: schedule(n) * (lr / base)
-
-
-def _dotted(block: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of nested mappings, as text, by dotted name."""
-    values: dict[str, str] = {}
-    for key, value in block.items():
-        name = f"{prefix}{key}"
-        values |= _dotted(value, f"{name}.") if isinstance(value, Mapping) else {name: str(value)}
-    return values

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import os
 import re
 import resource
 import threading
@@ -354,6 +357,56 @@ def test_a_disk_that_is_full_meanwhile_is_reported_on_all_ranks_and_nothing_is_l
         fzero.save(numbered(state, 7), folder, step=step)
     assert {path.name for path in folder.iterdir() if path.name != files.JOB} == {"latest", "step-0"}
     assert_same([fzero.load(folder, step=step).state], [without_grads(state)])
+
+
+class Full:
+    """A disk on which the n-th new file or folder cannot be made, nor any after it, as where no inodes are left."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, number: int) -> None:
+        self.left = number
+        made, mkdir, opened = os.open, Path.mkdir, Path.open
+
+        def take() -> None:
+            self.left -= 1
+            if self.left < 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        def of_os(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+            if flags & os.O_CREAT:
+                take()
+            return made(path, flags, *args, **kwargs)
+
+        def of_path(path: Path, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+            if set(mode) & set("wxa"):
+                take()
+            return opened(path, mode, *args, **kwargs)
+
+        def folder(path: Path, *args: Any, **kwargs: Any) -> None:
+            if not path.exists():
+                take()
+            mkdir(path, *args, **kwargs)
+
+        patch.setattr(os, "open", of_os)
+        patch.setattr(Path, "open", of_path)
+        patch.setattr(Path, "mkdir", folder)
+
+
+def test_wherever_inodes_run_out_no_part_of_a_checkpoint_is_left(folder: Path) -> None:
+    step, state = small()
+    fzero.save(state, folder, step=step)
+    for number in itertools.count():
+        with pytest.MonkeyPatch.context() as patch:
+            full = Full(patch, number)
+            try:
+                fzero.save(numbered(state, 7), folder, step=step)
+            except fzero.CheckpointError as error:
+                assert "No space left" in str(error)
+            if full.left >= 0:
+                break
+        left = {path for path in folder.iterdir() if path.name not in (files.JOB, "latest")}
+        assert left == {*files.whole_ones(folder)}, (number, left)
+        assert_same([fzero.load(folder / "step-0", step=step).state], [without_grads(state)])
+    assert number > 8
 
 
 def test_a_checkpoint_may_be_published_as_soon_as_the_last_part_is_seen(tmp_path: Path) -> None:

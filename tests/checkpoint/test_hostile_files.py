@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given, strategies as st
 from torch import nn
 
 import fzero
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.deepspeed.files import MODEL
+from fzero.checkpoint.loading import starts
 from fzero.checkpoint.safetensors import INDEX
 from fzero.common.pickles import read_metadata
 from fzero.common.plain_values import UnsafePickleError, pack, unpack
+from fzero.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from fzero.storage import ownership as claims
 
 CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
@@ -161,6 +167,81 @@ def test_no_file_runs_code_whatever_is_in_it_and_whoever_reads_it(door: str, sav
     assert fzero.save(made()[1], tmp_path / "after", step=made()[0])  # nothing was changed meanwhile
 
 
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+JUNK: list[Any] = [None, True, -1, 1.5, float("nan"), 2**70, "x", "", "../x", [], [1], {}, {"a": 1}]
+READERS: dict[str, Callable[[Path, Path], Any]] = {
+    "load": lambda folder, out: fzero.load(folder, step=made()[0]),
+    "load_weights": lambda folder, out: fzero.load_weights(folder, step=made()[0]),
+    "starts": lambda folder, out: starts(folder),
+    "export": lambda folder, out: fzero.checkpoint.export(folder, out),
+    "export_deepspeed": lambda folder, out: fzero.checkpoint.export_deepspeed(folder, out),
+    "zero_to_fp32": lambda folder, out: get_fp32_state_dict_from_zero_checkpoint(folder),
+}
+
+
+def places(value: Any, *before: Any) -> list[tuple[Any, ...]]:
+    """The path of each value in a JSON value."""
+    inner = enumerate(value) if isinstance(value, list) else value.items() if isinstance(value, dict) else ()
+    return [before, *(place for key, part in inner for place in places(part, *before, key))]
+
+
+@st.composite
+def damaged(draw: st.DrawFn, value: Any) -> Any:
+    """A JSON value that differs from `value` in one place, where something else is, or nothing."""
+    place, other = draw(st.sampled_from(places(value))), draw(st.sampled_from(JUNK))
+    if not place:
+        return other
+    value = inner = copy.deepcopy(value)
+    for key in place[:-1]:
+        inner = inner[key]
+    if draw(st.booleans()):
+        inner[place[-1]] = other
+    else:
+        del inner[place[-1]]
+    return value
+
+
+def checks(folder: Path, out: Path) -> None:
+    """Every reader takes the checkpoint, or says which file is not what was written, or which parameter is not the step's."""
+    for name, read in READERS.items():
+        try:
+            read(folder, out / name)
+        except fzero.CheckpointError as error:
+            assert str(folder) in str(error), (name, error)
+        except ValueError as error:
+            assert re.match(r"(load|reshard|export): ", str(error)), (name, repr(error))
+
+
+@given(st.data())
+def test_damage_of_a_file_whose_checksums_fit_is_an_error_that_names_it(saved: Path, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from([files.CONTENTS, files.MANIFEST]))
+    with TemporaryDirectory() as out:
+        folder = Path(out, "copy")
+        shutil.copytree(saved / "fzero", folder)
+        path = folder / "step-0" / name
+        value = data.draw(damaged(json.loads(path.read_bytes())))
+        if name == files.CONTENTS:
+            replaced(path, json.dumps(value).encode())
+        else:
+            fields = {k: v for k, v in value.items() if k != "checksum"} if isinstance(value, dict) else {}
+            path.write_text(json.dumps(fields | {"checksum": files._checksum(fields)} if fields else value))
+        checks(folder, Path(out))
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b"[" * 9999, b"", b"null", b"{", b'{"numbers": "\xc3"}'])
+def test_a_file_that_is_no_json_is_an_error_that_names_it(content: bytes, saved: Path, tmp_path: Path) -> None:
+    for name in (files.CONTENTS, files.MANIFEST):
+        folder = tmp_path / name
+        shutil.copytree(saved / "fzero", folder)
+        path = folder / "step-0" / name
+        replaced(path, content) if name == files.CONTENTS else path.write_bytes(content)
+        for read in READERS.values():
+            with pytest.raises(fzero.CheckpointError, match=f"{path} must be what fzero wrote, "):
+                read(folder, tmp_path / "out")
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_neither_metadata_nor_what_ranks_send_can_name_a_function(name: str, tmp_path: Path) -> None:
     payload = payloads(tmp_path / RAN)[name]
@@ -206,7 +287,7 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
     "a parameter's name in export_deepspeed": (
         rename_parameter,
         lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
-        rf"contents.json names '{OUT}', .*{LEADS_OUT}",
+        rf"contents.json must be what fzero wrote, and is not: 'model.{OUT}' is not stored beside it",
     ),
     "latest": (
         lambda folder: write(folder / "fzero" / "latest", "../fzero/step-0"),

@@ -65,7 +65,7 @@ def test_a_checkpoint_without_frozen_parameters_continues_with_those_of_the_mode
         saved, ranks(2, _loads_adapter, stage, tmp_path, **keys), strict=True
     ):
         assert all(torch.equal(now[name], loaded[name]) and torch.equal(after[name], continued[name]) for name in now)
-        assert (path, client) == (str(tmp_path / "global_step1" / "mp_rank_00_model_states.pt"), {"n": 1})
+        assert (path, client) == (str(tmp_path / "global_step1" / "latest"), {"n": 1}) and Path(path).is_file()
     _, now, _ = ranks(3, _loads_adapter, 3 - stage, tmp_path, **keys)[0]  # other ranks, another stage
     assert_close(now, saved[0][0], 0.0 if not keys else 1e-2)
     weights = deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
@@ -116,5 +116,8 @@ def test_a_universal_checkpoint_continues_with_the_losses_of_the_other(ranks: Ra
     ds_to_universal.main(ds_to_universal.parse_arguments(arguments))
     assert (tmp_path / "out" / "latest_universal").read_text() == "global_step1_universal"
     path, weights, steps = ranks(2, _continues, tmp_path / "out")[0]
-    assert path.endswith("global_step1_universal/mp_rank_00_model_states.pt") and steps == expected[2] == 2
+    assert (
+        path == str(tmp_path / "out" / "global_step1_universal" / "mp_rank_00_model_states.pt") and Path(path).is_file()
+    )
+    assert steps == expected[2] == 2
     assert all(torch.equal(weights[name], x) for name, x in expected[1].items())

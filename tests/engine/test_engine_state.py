@@ -61,7 +61,7 @@ def _saves(stage: int, folder: Path, **keys: Any) -> tuple[list[float], dict[str
 def _resumes(stage: int, folder: Path, **keys: Any) -> tuple[list[float], dict[str, Tensor]]:
     engine, _, loader, scheduler = _resumable(stage, **keys)
     path, client = engine.load_checkpoint(folder)
-    assert (path, client) == (str(folder / "global_step2" / "mp_rank_00_model_states.pt"), {"note": [1, "two"]})
+    assert (path, client) == (str(folder / "global_step2" / "latest"), {"note": [1, "two"]})
     assert (engine.global_steps, engine.micro_steps) == (2, 4) and scheduler.last_batch_iteration == 1
     assert engine.global_samples == 4 * engine.train_batch_size() // 2
     return _train(engine, deepspeed.utils.RepeatingLoader(loader), 2), engine.module_state_dict()

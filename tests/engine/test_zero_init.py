@@ -184,7 +184,7 @@ def _gathers() -> None:
         if rank == 1:
             weight[0] = 1.0
     assert bool((_whole(model)["head.weight"] == 7).all())
-    for use in (weight.clone, lambda: model.head(torch.ones(12)), model.half, lambda: weight.data):
+    for use in (weight.clone, lambda: model.head(torch.ones(12)), weight.half, lambda: weight.data):
         with pytest.raises(PartitionedParameterError, match="is divided over the ranks"):
             use()
     assert model.to("cpu") is model and not any(x.numel() for x in model.state_dict().values())
@@ -194,6 +194,48 @@ def _gathers() -> None:
 
 def test_divided_parameters_are_gathered_before_there_is_an_engine(ranks: RankPool) -> None:
     ranks(2, _gathers)
+
+
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "to(device)": lambda model: model.to("cpu:0"),
+    "to(dtype)": lambda model: model.to(torch.bfloat16),
+    "to(device, dtype)": lambda model: model.to(torch.device("cpu", 0), torch.float64),
+    "to(tensor)": lambda model: model.to(torch.ones(1, dtype=torch.float16)),
+    "cpu": nn.Module.cpu,
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "double": nn.Module.double,
+    "float": nn.Module.float,
+    "half, float": lambda model: model.half().float(),
+    "type": lambda model: model.type(torch.float16),
+    "of a part": lambda model: model.attention.half() and model,  # type: ignore[operator]
+}
+"""What a script does to a whole model, or to a part of it, before `initialize`."""
+
+
+def _moved(kind: str, remote: str, folder: str) -> dict[str, Tensor]:
+    with zero.Init(
+        config_dict_or_path={"zero_optimization": {"offload_param": {"device": remote, "nvme_path": folder}}}
+    ):
+        torch.manual_seed(3)
+        model = Tricky()
+    numbers = [param.ds_id for param in model.parameters()]
+    assert MOVES[kind](model) is model
+    assert [param.ds_id for param in model.parameters()] == numbers and model.head.weight is model.emb.weight
+    assert all(param.dtype == param.ds_tensor.dtype and not param.numel() for param in model.parameters())
+    return _whole(model)
+
+
+@pytest.mark.parametrize("remote", ["none", "nvme"])
+@pytest.mark.parametrize("kind", MOVES)
+def test_a_divided_model_is_moved_and_cast_like_a_plain_one(
+    ranks: RankPool, tmp_path: Path, kind: str, remote: str
+) -> None:
+    torch.manual_seed(3)
+    plain = MOVES[kind](Tricky()).state_dict()
+    for found in ranks(2, _moved, kind, remote, str(tmp_path)):
+        assert {name: x.dtype for name, x in found.items()} == {name: x.dtype for name, x in plain.items()}
+        assert_close(found, plain, 0.0)
 
 
 def _mixed(stage: int) -> None:

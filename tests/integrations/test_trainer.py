@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
+import pickle
 import re
 import subprocess
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -314,6 +317,42 @@ def _trains_twice_with_checkpointed_activations(config: dict[str, Any] | None, f
         first = curve(trainer)
         trainer.train()
         return first + curve(trainer)
+
+
+DAMAGE = {
+    "cut": lambda content: content[: len(content) // 2],
+    "another class": lambda content: pickle.dumps(Path("x")),
+    "other values": lambda content: b"[1]" if content[:1] == b"{" else saved_bytes({"python": 3}),
+}
+
+
+def saved_bytes(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _resumes_from_damaged(folder: str) -> list[tuple[str, str, str]]:
+    reported = []
+    with launched():
+        made(zero(2), folder, save_strategy="steps", save_steps=2, max_steps=2).train()
+        checkpoint = Path(folder, "checkpoint-2")
+        for name in ("trainer_state.json", "scheduler.pt", "rng_state.pth"):
+            content = (checkpoint / name).read_bytes()
+            for kind, damage in DAMAGE.items():
+                (checkpoint / name).write_bytes(damage(content))
+                with pytest.raises(ValueError) as caught:
+                    made(zero(2), folder, max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+                reported.append((name, kind, "".join(traceback.format_exception(caught.value))))
+            (checkpoint / name).write_bytes(content)
+        made(zero(2), folder, max_steps=4).train(resume_from_checkpoint=str(checkpoint))
+    return reported
+
+
+def test_a_damaged_file_of_a_trainers_checkpoint_is_named(ranks: RankPool, tmp_path: Path) -> None:
+    for name, kind, text in ranks(1, _resumes_from_damaged, str(tmp_path))[0]:
+        assert f"checkpoint-2/{name} must hold" in text.splitlines()[-1], (name, kind, text)
+        assert "weights_only" not in text, (name, kind)
 
 
 @pytest.mark.long

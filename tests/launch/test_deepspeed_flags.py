@@ -118,7 +118,9 @@ def test_slots_of_a_machine_without_devices_are_processes(monkeypatch: pytest.Mo
     capsys.readouterr()
     choose_hosts(flags())
     assert "starting one rank" in capsys.readouterr().err
-    for words in (["-q"], ["--quiet"], ["--log_level", "warning"], ["--log_level", "critical"]):
+    assert choose_hosts(flags("--num_gpus", "2")) == (Host("localhost", (0, 1)),)
+    assert "no GPU is here: --num_gpus 2 starts as many processes on the CPU" in capsys.readouterr().err
+    for words in (["-q"], ["-q", "--num_gpus=2"], ["--quiet"], ["--log_level", "warning"], ["--log_level", "critical"]):
         assert is_quiet(flags(*words))
         choose_hosts(flags(*words))
         assert capsys.readouterr().err == ""

@@ -27,7 +27,7 @@ from fzero.comms.rendezvous import launched
 from fzero.launch import feed
 from fzero.launch.agent import SECONDS_TO_END, AgentWork, Failure, launch_config, secret_of
 from fzero.launch.cli import commands_of, main, parser
-from fzero.launch.environment import ALLOCATOR, forwarded, parse_env_file, rank_defaults, read_env_files
+from fzero.launch.environment import ALLOCATOR, expanded, forwarded, parse_env_file, rank_defaults, read_env_files
 from fzero.launch.hostfile import Host, choose, decode, encode, parse_hostfile
 from fzero.launch.launchers import LAUNCHERS, READS, LaunchJob
 from fzero.launch.rendezvous import SECRET, Secret, Signed
@@ -130,6 +130,68 @@ def test_a_wrong_filter_is_reported_with_what_is_there(how, reported):
 def test_a_wrong_line_of_an_environment_file_is_reported():
     with pytest.raises(ValueError, match="file, line 2: '1A=b' is not 'NAME=VALUE'"):
         parse_env_file("A=b\n1A=b", source="file")
+
+
+FORMS = {  # value in the file: what ranks get
+    "1": "1",
+    "": "",
+    "eth0,eth1:2": "eth0,eth1:2",
+    "b c": "b c",
+    "~/x": "~/x",
+    "a;b|c&d": "a;b|c&d",
+    "it's": "it's",
+    "$HERE": "/here",
+    "${HERE}/x": "/here/x",
+    "$HERE:$UNSET:$HERE": "/here::/here",
+    "$HEREx": "",
+    "\\$HERE": "$HERE",
+    "\\\\": "\\",
+    "a\\b": "a\\b",
+    "a$ b$": "a$ b$",
+    '"one"': "one",
+}
+FORMS_OF_OUR_OWN = {  # DeepSpeed's shell makes something else of them, which nobody means
+    '"b c"': "b c",
+    '"$HERE/b c"': "/here/b c",
+    "'$HERE `x`'": "$HERE `x`",
+    '{"a": 1}': '{"a": 1}',
+    '"a":"b"': '"a":"b"',
+    "a$1": "a$1",
+}
+
+
+def _as_deepspeed(value: str) -> str:
+    """A variable as `MultiNodeRunner.add_export` of DeepSpeed writes it for the shell of a host."""
+    value = f'"{value}"' if re.search(r"[^\w@%+=:,./-]", value) else value
+    program = f'unset UNSET; export A={value}; printf %s "$A"'
+    return subprocess.run(["bash", "-c", program], env={"HERE": "/here"}, capture_output=True, text=True).stdout
+
+
+def _on_a_host(line: str) -> str:
+    """A variable as the program that starts an agent sets it there."""
+    words = [sys.executable, "-I", "-S", "-c", READS, "-c", "import os; print(end=os.environ['A'])"]
+    environment = {"HERE": "/here", "PATH": os.environ["PATH"]}
+    return subprocess.run(words, input=line + "\n", env=environment, capture_output=True, text=True).stdout
+
+
+@pytest.mark.parametrize("value", [*FORMS, *FORMS_OF_OUR_OWN])
+def test_a_value_of_an_environment_file_is_what_deepspeeds_shell_makes_of_it(value: str) -> None:
+    templates = parse_env_file(f"A={value}")
+    assert expanded(templates, {"HERE": "/here"}) == {"A": (FORMS | FORMS_OF_OUR_OWN)[value]}
+    assert _on_a_host(json.dumps(templates)) == (FORMS | FORMS_OF_OUR_OWN)[value]
+    assert (_as_deepspeed(value) == FORMS.get(value)) == (value in FORMS)
+
+
+@pytest.mark.parametrize("value", ["$(ls)", "`ls`", "${A:-1}", '"$(ls)"', "${A", "${1}"])
+def test_a_value_that_a_shell_would_run_is_refused(value: str) -> None:
+    with pytest.raises(ValueError, match=r"file, line 1: .* which a shell would run or compute; write the result"):
+        parse_env_file(f"A={value}", source="file")
+
+
+def test_a_variable_of_ones_own_is_forwarded_as_it_is() -> None:
+    mine = {"NCCL_A": "$HOME ${X} $$ $(x)", "OMP_B": "c"}
+    templates = forwarded(mine, parse_env_file("C=$NCCL_A/$OMP_B"))
+    assert expanded(templates, {}) == mine | {"C": "$HOME ${X} $$ $(x)/c"}
 
 
 def test_the_environment_file_here_wins_over_the_one_at_home(tmp_path, monkeypatch):

@@ -189,6 +189,30 @@ def test_what_is_no_mesh_or_has_an_axis_that_means_all_ranks_is_reported(mesh: A
             fzero.comms.AbstractAxis.of(mesh)
 
 
+OTHER_PARALLELISMS = {
+    "tensor": "tensor parallelism", "tp": "tensor parallelism", "model_parallel": "tensor parallelism",
+    "context": "context or sequence parallelism", "cp": "context or sequence parallelism",
+    "seq": "context or sequence parallelism", "sequence_parallel": "context or sequence parallelism",
+    "SP": "context or sequence parallelism", "expert": "expert parallelism", "experts": "expert parallelism",
+    "ep": "expert parallelism", "pp": "a pipeline", "stage": "a pipeline",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHER_PARALLELISMS)
+def test_an_axis_that_means_another_parallelism_elsewhere_is_refused_with_what_it_means_here(name: str) -> None:
+    mesh = Mesh(((name, 2), ("data", 2)))
+    with pytest.raises(
+        ValueError, match=f"got '{name}' in .*, which elsewhere means {OTHER_PARALLELISMS[name]}; name it"
+    ):
+        fzero.plan(Plain(), config(3), mesh=mesh)
+    fzero.plan(Plain(), config(3), mesh=Mesh(((name, 1), ("data", 4))))  # one rank is no copy
+
+
+@pytest.mark.parametrize("name", ["node", "pod", "rack", "replica", "dp_replicate", "hosts", "zone", "outer", "n"])
+def test_an_axis_with_any_other_name_holds_copies(name: str) -> None:
+    assert fzero.plan(Plain(), config(3), mesh=Mesh(((name, 2), ("data", 2)))).replicate_axes == (name,)
+
+
 def test_a_mesh_that_fits_is_taken(ranks: RankPool) -> None:
     assert ranks(2, _make_step_on_mesh, Mesh.of(data=2)) == [2, 2]
     assert ranks(2, _make_step_on_mesh, Mesh.of(node=1, data=2)) == [2, 2]
@@ -204,6 +228,51 @@ def test_a_pattern_of_units_that_matches_nothing_is_reported_with_names_that_wou
 def test_an_unknown_stage_is_reported_by_the_step_as_by_the_configuration() -> None:
     with pytest.raises(ConfigError, match=r"zero_optimization.stage: must be 0, 1, 2 or 3, got 4"):
         fzero.make_train_step(Plain(), config(4))
+
+
+class Equal(nn.Linear):
+    """Its modules are equal by value, so PyTorch finds the first one only."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Equal) and self.in_features == other.in_features
+
+    def __hash__(self) -> int:
+        return hash(self.in_features)
+
+
+class EqualWithoutHash(nn.Linear):
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _holding(kind: str, value: Any, name: str = "a.b") -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    getattr(model[0], f"_{kind}")[name] = value
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: nn.Sequential(Equal(4, 4), Equal(4, 4)), "'0' and '1' are equal by the __eq__ of Equal, so PyTorch"),
+        (lambda: nn.Sequential(EqualWithoutHash(4, 4)), "must have hashes, .* unhashable type: 'EqualWithoutHash'"),
+        (lambda: _holding("parameters", nn.Parameter(torch.ones(4))), r"no dots, .* parameter 'a\.b' in 0 \(Linear\)"),
+        (lambda: _holding("buffers", torch.ones(4)), r"no dots, .* buffer 'a\.b' in 0 \(Linear\)"),
+        (lambda: _holding("modules", nn.Linear(4, 4)), r"no dots, .* module 'a\.b' in 0 \(Linear\)"),
+    ],
+)
+def test_parts_that_pytorch_does_not_find_by_their_names_are_refused(make: Callable[[], nn.Module], says: str) -> None:
+    for use in (fzero.plan, fzero.make_train_step, lambda model, cfg: fzero.initialize(model=model, config=cfg)):
+        with pytest.raises(ValueError, match=f"model: .*{says}"):
+            use(make(), config(1))
+
+
+def test_equal_modules_that_are_one_are_tied() -> None:
+    one = Equal(4, 4)
+    plan = fzero.plan(nn.Sequential(one, nn.Tanh(), one), config(1))
+    assert sum(unit.numel for unit in plan.units) == 20
 
 
 def test_a_model_without_parameters_is_refused_by_its_class() -> None:

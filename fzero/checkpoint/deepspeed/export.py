@@ -25,9 +25,9 @@ from fzero.checkpoint import folders as files
 from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, PlainObject
 from fzero.checkpoint.deepspeed.flat import MASTER
 from fzero.checkpoint.deepspeed.source import KINDS, RULES
-from fzero.checkpoint.folders import CheckpointError
+from fzero.checkpoint.folders import CheckpointError, StoredContents
 from fzero.checkpoint.layout import key_of
-from fzero.checkpoint.weights import chunks_in
+from fzero.checkpoint.loading import opened
 from fzero.common.safe_files import refuse_link
 from sharding.views import torch_dtype
 
@@ -62,18 +62,18 @@ def export_deepspeed(dir: str | Path, out: str | Path, *, steps: Steps = "number
         ValueError: DeepSpeed does not have the optimizer.
     """
     source = files.find(Path(dir))
-    contents = files.read_contents(source)
-    if contents.get("left_out"):
+    contents, found = opened(source)
+    if contents.left_out:
         raise CheckpointError(
             f"export: {source} must hold all parameters, and was saved without frozen ones; load it with an engine, and save it "
             f"with them"
         )
-    found, numbers = chunks_in(source, contents), contents["numbers"]
+    numbers = contents.numbers
     name = f"global_step{int(numbers['state.step'])}_universal"
     folder, beside = Path(out) / name, Path(out) / f".{name}.new"
     if folder.exists():
         raise CheckpointError(f"export: {folder} must not be there yet, and is; remove it, or export to another folder")
-    leaves_by_name = {name: _leaves(name, stored) for name, stored in contents["optimizer"].items()}
+    leaves_by_name = {name: _leaves(name, stored) for name, stored in contents.optimizer.items()}
     folders = {name: files.inside(beside / "zero", name, source / files.CONTENTS) for name in leaves_by_name}
     _make(beside)
     try:
@@ -137,9 +137,9 @@ def _count(number: float, steps: Steps) -> int | Tensor:
     return int(number) if steps == "number" else torch.tensor(float(number))
 
 
-def _optimizer_state(contents: Mapping[str, Any], steps: Steps) -> dict[str, Any]:
+def _optimizer_state(contents: StoredContents, steps: Steps) -> dict[str, Any]:
     """The optimizer's values that are not per parameter."""
-    numbers, rates = contents["numbers"], set(contents.get("rates", {}).values())
+    numbers, rates = contents.numbers, set(contents.rates.values())
     if len(rates) > 1:
         warnings.warn(
             f"export: DeepSpeed takes learning rates by the position of its groups, which a checkpoint does not know, and there "
@@ -148,9 +148,9 @@ def _optimizer_state(contents: Mapping[str, Any], steps: Steps) -> dict[str, Any
             stacklevel=3,
         )
     settings = {"lr": next(iter(rates))} if len(rates) == 1 else {}
-    trained = [name for name, stored in contents["optimizer"].items() if stored is not None]
+    trained = [name for name, stored in contents.optimizer.items() if stored is not None]
     count = _count(numbers[key_of(".step", trained[0])], steps)
-    rules = contents.get("loss_scaling", {})
+    rules = contents.loss_scaling
     state = {
         "dynamic_loss_scale": bool(rules.get("dynamic")),
         "overflow": False,
@@ -179,11 +179,11 @@ def _scaler(numbers: Numbers, rules: Mapping[str, Any]) -> _Scaler:
     return scaler
 
 
-def _model(contents: Mapping[str, Any], found: DcpReader, client: Any) -> dict[str, Any]:
+def _model(contents: StoredContents, found: DcpReader, client: Any) -> dict[str, Any]:
     """The model's file: names, shapes, counters, module buffers, and the user's own."""
-    num_updates, optimizer = int(contents["numbers"]["state.step"]), contents["optimizer"]
+    num_updates, optimizer = int(contents.numbers["state.step"]), contents.optimizer
     module = {}
-    for key, name in contents["names"].items():
+    for key, name in contents.names.items():
         stored = key_of("params", name)
         dtype = torch_dtype(found.stored[stored].dtype)
         module[key] = torch.empty(0, dtype=dtype) if name in optimizer else found.full(stored)
@@ -191,12 +191,12 @@ def _model(contents: Mapping[str, Any], found: DcpReader, client: Any) -> dict[s
     users = client if isinstance(client, Mapping) else {"client": client}
     return {key: value for key, value in users.items() if key != "deepspeed"} | {
         "module": module,
-        "buffer_names": [key for key, name in contents["names"].items() if name not in optimizer],
+        "buffer_names": [key for key, name in contents.names.items() if name not in optimizer],
         "optimizer": None,
         "param_shapes": [{name: shape for name, shape in shapes.items() if optimizer[name] is not None}],
         "frozen_param_shapes": {name: shape for name, shape in shapes.items() if optimizer[name] is None},
         "frozen_param_fragments": None,
-        "shared_params": {key: name for key, name in contents["names"].items() if key != name},
+        "shared_params": {key: name for key, name in contents.names.items() if key != name},
         "lr_scheduler": {
             "last_batch_iteration": num_updates - 1,
             "last_epoch": num_updates,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fzero.checkpoint import folders
 from fzero.checkpoint.deepspeed.files import is_deepspeeds
 from fzero.checkpoint.deepspeed.load import convert_deepspeed
-from fzero.checkpoint.weights import chunks_in
+from fzero.checkpoint.loading import opened
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -46,10 +46,10 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 def _weights(dir: Path, *, without_frozen: bool) -> dict[str, Tensor]:
     folder = folders.find(dir)
-    contents = folders.read_contents(folder)
-    frozen = {name for name, kept in contents["optimizer"].items() if kept is None} if without_frozen else set()
-    names = {key: name for key, name in contents["names"].items() if name not in frozen}
-    found, read = chunks_in(folder, contents), dict[str, Tensor]()
+    contents, found = opened(folder)
+    frozen = {name for name, kept in contents.optimizer.items() if kept is None} if without_frozen else set()
+    names = {key: name for key, name in contents.names.items() if name not in frozen}
+    read: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
         x = found.full(next(key for key in (f"master.{name}", f"model.{name}") if key in found.stored))
         read[name] = x.float() if x.is_floating_point() else x
