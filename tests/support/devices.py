@@ -28,18 +28,6 @@ ON_A_DEVICE: tuple[tuple[str, str], ...] = (
 LOCKSTEP = "ranks in lockstep are on the CPU only"
 ORACLE = "its plain loop makes tensors on the CPU"
 NOT_ON_A_DEVICE: dict[str, str] = {
-    "test_ranks_with_other_numbers_of_backwards_are_reported": LOCKSTEP,
-    "test_frozen_weights_under_autocast_come_back_with_all_their_bits": LOCKSTEP,
-    "test_16_bits_in_all_stages_are_the_plain_loop": ORACLE,
-    "test_clipping_in_16_bits_is_the_plain_loop": ORACLE,
-    "test_autocast_is_the_plain_loop_under_autocast": ORACLE,
-    "test_a_gradient_is_taken_as_soon_as_it_is_there": ORACLE,
-    "test_training_moves_the_weights_and_leaves_the_frozen_ones": ORACLE,
-    "test_an_fp32_state_dict_reaches_the_master": ORACLE,
-    "test_a_bad_weight_is_reported": "on a device an error of the loss is an assertion there, which ends the process",
-    "test_a_lazy_module_that_has_not_run_is_refused_by_name": "a lazy module cannot be moved before it has run",
-    "test_fp64_parameters_are_updated_in_fp64_in_every_mode[{'torch_autocast'": "autocast of a device needs a build for CUDA",
-    "test_a_peculiar_model_gives_the_same_bits_in_all_stages[{'torch_autocast'": "autocast of a device needs a build for CUDA",
 }
 """Parts of names of tests within these files that cannot run there, and why."""
 

@@ -4,6 +4,7 @@
         ...tensors made on device="cuda", streams, events, copies...
     card.crossed  # bytes to the device, and to the host
     card.waits  # operators that the host had to wait for, and how often
+    card.drains  # waits of the host after which the device had nothing left to do
 
 All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor is *on the device* if its storage is
 labelled so: patched functions of PyTorch say so to Python, and a `TorchDispatchMode` sees every operator, those of a backward
@@ -15,7 +16,7 @@ the host has done and after what is on its stream, and the host goes on at once.
 3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
 
 Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, collectives of NCCL, changes by
-numpy, gradients of a copy between the memories, `copy.deepcopy`, and `with torch.device("cuda")`. A card's random numbers are the
+numpy, gradients of a copy between the memories, and `with torch.device("cuda")`. A card's random numbers and its autocast are the
 host's.
 """
 
@@ -33,6 +34,7 @@ import torch
 import torch._dynamo  # before anything is patched, for it makes tables of PyTorch's functions
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import TorchDispatchMode
 
 Kind = Literal["device", "pinned", "host"]
@@ -76,7 +78,7 @@ class Waited:
 
     def synchronize(self) -> None:
         self.card.sweep()
-        self.card.host.seen |= self.seen
+        self.card.host_waits(self.seen, type(self).__name__)
 
     def query(self) -> bool:
         self.synchronize()  # for the host knows that it is done
@@ -178,6 +180,13 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
+class Autocast(torch.autocast):
+    """`torch.autocast`, of the host's kernels for either device."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 class PretendedCuda(TorchDispatchMode):
     """A device in which one process may believe, while this is entered."""
 
@@ -188,7 +197,7 @@ class PretendedCuda(TorchDispatchMode):
         self.host, self.default = Timeline("the host"), Stream(self)
         self.current, self.crossed = self.default, Crossed(0, 0)
         self.nbytes = self.max_nbytes = 0  # on the device
-        self.waits = Counter[str]()
+        self.waits, self.drains = Counter[str](), Counter[str]()
         self._making: Kind | None = None  # where new tensors stand; None: where those stand that they are made of
         self._patches = ExitStack()
 
@@ -309,8 +318,14 @@ class PretendedCuda(TorchDispatchMode):
 
     def _wait(self, func: Any) -> None:
         """The host waits for the end of an operator."""
-        self.host.seen |= self.current.seen
+        self.host_waits(self.current.seen, str(func))
         self.waits[str(func)] += 1
+
+    def host_waits(self, seen: Counter[Timeline], name: str) -> None:
+        """The host waits for what has been seen. If that is all that the compute stream was given, the device then idles."""
+        is_all = self.host.seen[self.default] < self.default.seen[self.default] <= seen[self.default]
+        self.host.seen |= seen
+        self.drains[name] += is_all
 
     def _cross(self, to_device: int = 0, to_host: int = 0) -> None:
         self.crossed = Crossed(self.crossed.to_device + to_device, self.crossed.to_host + to_host)
@@ -348,7 +363,8 @@ class PretendedCuda(TorchDispatchMode):
         return made
 
     def _device_of(self, x: Tensor) -> torch.device:
-        return torch.device("cuda", 0) if self.kind(x) == "device" else _REAL["device"].__get__(x)
+        is_here = not is_lazy(x) and self.kind(x) == "device"
+        return torch.device("cuda", 0) if is_here else _REAL["device"].__get__(x)
 
     def _to(self, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
@@ -366,6 +382,13 @@ class PretendedCuda(TorchDispatchMode):
             return _REAL["to"](x, dtype=dtype or x.dtype, **options)
         with self._made("device" if not on_device else "pinned" if non_blocking else "host"):
             return _REAL["to"](x, dtype=dtype or x.dtype, **options | {"copy": True})
+
+    def _deepcopy(self, x: Tensor, memo: Any) -> Tensor:
+        kind = None if is_lazy(x) else self.kind(x)
+        copied: Tensor = _REAL["__deepcopy__"](x, memo)
+        if kind == "device":
+            self.memory(copied, kind)
+        return copied
 
     def _pin(self, x: Tensor, device: Any = None) -> Tensor:
         if self.kind(x) == "device":
@@ -392,7 +415,7 @@ class PretendedCuda(TorchDispatchMode):
     def _synchronize(self, device: Any = None) -> None:
         self.sweep()
         for stream in self.streams:
-            self.host.seen |= stream.seen
+            self.host_waits(stream.seen, "synchronize")
 
     def pinned_nbytes(self) -> int:
         """Of host memory that is pinned now."""
@@ -416,6 +439,7 @@ class PretendedCuda(TorchDispatchMode):
             "to": lambda x, *args, **kwargs: self._to(x, *args, **kwargs),
             "cuda": lambda x, device=None, non_blocking=False: self._to(x, "cuda", non_blocking=non_blocking),
             "cpu": lambda x: self._to(x, "cpu"),
+            "__deepcopy__": lambda x, memo: self._deepcopy(x, memo),
             "is_pinned": lambda x, device=None: self.kind(x) == "pinned",
             "pin_memory": lambda x, device=None: self._pin(x),
             "numpy": lambda x, *args, **kwargs: self._numpy(x, *args, **kwargs),
@@ -457,6 +481,7 @@ class PretendedCuda(TorchDispatchMode):
         for name in ("tensor", "as_tensor"):
             enter(patch.object(torch, name, self._from_data(getattr(torch, name))))
         enter(patch.object(torch, "Generator", Generator))
+        enter(patch.object(torch, "autocast", Autocast))
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -466,7 +491,12 @@ class PretendedCuda(TorchDispatchMode):
             self.sweep()
 
 
-_REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist")}
+_REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist", "__deepcopy__")}
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether it has no memory yet, because its module has not run."""
+    return isinstance(x, UninitializedTensorMixin)
 
 
 def _tensors(value: Any) -> list[Tensor]:
