@@ -172,10 +172,10 @@ class GraphProgram:
                 yield rng
             return
         rng = dict(state.rng)  # a graph of all ranks draws nothing
-        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng["cpu"])
+        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng, run.device)
         yield rng
         if drawn is not None:
-            rng["cpu"] = torch.stack(drawn.rng)
+            rng |= drawn.stacked
 
     def trace(self, run: StepRuntime, micro_batches: list[Any]) -> list[Captured]:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""

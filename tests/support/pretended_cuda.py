@@ -15,16 +15,17 @@ the host has done and after what is on its stream, and the host goes on at once.
 2. AssertionError: a race, of two uses of the same bytes of which one writes and neither happens before the other;
 3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
 
-Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, collectives of NCCL, changes by
-numpy, gradients of a copy between the memories, and `with torch.device("cuda")`. A card's random numbers and its autocast are the
-host's.
+Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: threads other than those of ranks in lockstep,
+what batching rules of `torch.vmap` make, collectives of NCCL, changes by numpy, gradients of a copy between the memories, and
+`with torch.device("cuda")`. A card has a random state of its own, from which it draws the host's numbers; its autocast is the host's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,9 +34,12 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # before anything is patched, for it makes tables of PyTorch's functions
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from fzero.comms.lockstep import Hub
 
 Kind = Literal["device", "pinned", "host"]
 
@@ -195,11 +199,22 @@ class PretendedCuda(TorchDispatchMode):
         self._memories: dict[int, Memory] = {}
         self.streams: list[Stream] = []
         self.host, self.default = Timeline("the host"), Stream(self)
-        self.current, self.crossed = self.default, Crossed(0, 0)
+        self.crossed = Crossed(0, 0)
         self.nbytes = self.max_nbytes = 0  # on the device
         self.waits, self.drains = Counter[str](), Counter[str]()
-        self._making: Kind | None = None  # where new tensors stand; None: where those stand that they are made of
+        self._of_thread = threading.local()
+        self.generator = torch.Generator()
         self._patches = ExitStack()
+
+    @property
+    def current(self) -> Stream:
+        """This thread's stream."""
+        return getattr(self._of_thread, "stream", self.default)
+
+    @property
+    def _making(self) -> Kind | None:
+        """Where new tensors stand; None: where those stand that they are made of."""
+        return getattr(self._of_thread, "making", None)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -230,6 +245,8 @@ class PretendedCuda(TorchDispatchMode):
 
     def kind(self, x: Tensor) -> Kind:
         """Where a tensor is."""
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
         memory = self._memories.get(x.untyped_storage()._cdata)
         return "host" if memory is None else memory.kind
 
@@ -256,7 +273,9 @@ class PretendedCuda(TorchDispatchMode):
         name = schema.name.removeprefix("aten::")
         read = [x for a, x in inputs if a.alias_info is None and name not in (*FACTORIES, *METHODS)]
         written = [x for a, x in inputs if _is_written(a)]
-        outputs = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        with self._drawing() if draws and (on_device or self._making == "device") else nullcontext():
+            outputs = func(*args, **kwargs)
         for x in _tensors(outputs):
             if x.untyped_storage()._cdata not in self._memories:
                 made = self.memory(x, self._making or ("device" if on_device else "host"))
@@ -275,6 +294,17 @@ class PretendedCuda(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self._cross(to_host=inputs[0][1].element_size())
         return outputs
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Inside, random numbers are the card's."""
+        host = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        try:
+            yield
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(host)
 
     def _check_is_there(self, func: Any, inputs: list[tuple[Any, Tensor]]) -> None:
         """Raises if an operator of the device is given what is not there, but for numbers."""
@@ -334,11 +364,11 @@ class PretendedCuda(TorchDispatchMode):
 
     @contextmanager
     def _made(self, kind: Kind | None) -> Iterator[None]:
-        before, self._making = self._making, kind
+        before, self._of_thread.making = self._making, kind
         try:
             yield
         finally:
-            self._making = before
+            self._of_thread.making = before
 
     def _factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Of new tensors, on a device that may be this one."""
@@ -406,11 +436,12 @@ class PretendedCuda(TorchDispatchMode):
 
     @contextmanager
     def _on(self, stream: Stream | None) -> Iterator[None]:
-        before, self.current = self.current, stream or self.current
+        before = self.current
+        self._of_thread.stream = stream or before
         try:
             yield
         finally:
-            self.current = before
+            self._of_thread.stream = before
 
     def _synchronize(self, device: Any = None) -> None:
         self.sweep()
@@ -421,6 +452,21 @@ class PretendedCuda(TorchDispatchMode):
         """Of host memory that is pinned now."""
         self.sweep()
         return sum(memory.nbytes for memory in self._memories.values() if memory.kind == "pinned")
+
+    def _in_threads(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`Hub.run` whose ranks, of which one runs at a time, are on the device as well."""
+
+        def of_all(hub: Hub, function: Callable[[int], Any]) -> Any:
+            def of_rank(rank: int) -> Any:
+                _push_mode(self)
+                try:
+                    return function(rank)
+                finally:
+                    _pop_mode()
+
+            return run(hub, of_rank)
+
+        return of_all
 
     def _allocated(self, device: Any = None) -> int:
         self.sweep()
@@ -451,7 +497,6 @@ class PretendedCuda(TorchDispatchMode):
         } | {name: self._factory(getattr(torch.Tensor, name)) for name in METHODS}
 
     def _functions(self) -> dict[str, Any]:
-        generator = torch.Generator()  # the states of the host's generators, which a card has none of
         return {
             "Stream": partial(Stream, self),
             "Event": lambda **options: Event(self, **options),
@@ -466,8 +511,10 @@ class PretendedCuda(TorchDispatchMode):
             "memory_allocated": self._allocated,
             "max_memory_allocated": lambda device=None: self.max_nbytes,
             "reset_peak_memory_stats": self._reset_peak,
-            "get_rng_state": lambda device=None: generator.get_state(),
-            "set_rng_state": lambda state, device=None: generator.set_state(state) and None,
+            "get_rng_state": lambda device=None: self.generator.get_state(),
+            "set_rng_state": lambda state, device=None: self.generator.set_state(state.clone()) and None,
+            "manual_seed": lambda seed: self.generator.manual_seed(seed) and None,
+            "manual_seed_all": lambda seed: self.generator.manual_seed(seed) and None,
         }
 
     def __enter__(self) -> PretendedCuda:
@@ -482,6 +529,7 @@ class PretendedCuda(TorchDispatchMode):
             enter(patch.object(torch, name, self._from_data(getattr(torch, name))))
         enter(patch.object(torch, "Generator", Generator))
         enter(patch.object(torch, "autocast", Autocast))
+        enter(patch.object(Hub, "run", self._in_threads(Hub.run)))
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
