@@ -29,7 +29,7 @@ from fzero.runtime.finish import Collected
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
-from fzero.storage.shard_transfer import ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer, read_later
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -113,6 +113,7 @@ class GraphProgram:
 
     def _to_gradients(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """The graph up to its gradients, which are moved to where they live."""
+        num_updates = read_later(state.step)
         transfer = run.offload.transfer(run.scratch, run.rules.loss.of_shard, in_memory=True)
         if run.offload.has_files:
             run.offload.read_ahead(state)
@@ -137,7 +138,7 @@ class GraphProgram:
         del grad
         transfer.settle()
         run.agree_on_files(state)
-        hyper = run.updater.hyper(int(state.step))
+        hyper = run.updater.hyper(num_updates())
         return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer)
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:

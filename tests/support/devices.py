@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,6 +76,26 @@ def group_of_one() -> Iterator[None]:
     if where() == "cuda" and not dist.is_initialized():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
+
+
+@contextmanager
+def waits_of_the_host() -> Iterator[list[str]]:
+    """Gets, at its end, each wait of the host for the device inside: the operator, or the place of a program on a card."""
+    found: list[str] = []
+    if where() == "cuda":
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found += [f"{x.filename}:{x.lineno}" for x in seen if "synchroniz" in str(x.message)]
+        return
+    (card,) = CARDS
+    before = card.waits + card.drains
+    yield found
+    found += sorted((card.waits + card.drains - before).elements())
 
 
 # --- hooks of pytest, which tests/conftest.py takes ------------------------------------------------------------------
@@ -151,9 +172,37 @@ def report(config: pytest.Config, report: pytest.TestReport) -> None:
 def on_the_device() -> Iterator[None]:
     """Around each test. A pretended card has what it is asked on one thread only."""
     if where() == "pretended":
-        from pretended_cuda import PretendedCuda
-
-        with PretendedCuda():
+        with pretended():
             yield
     else:
         yield
+
+
+CARDS: list[Any] = []
+"""The pretended card that is entered."""
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    from pretended_cuda import PretendedCuda
+
+    with PretendedCuda() as card:
+        CARDS.append(card)
+        try:
+            yield
+        finally:
+            CARDS.pop()
+
+
+@contextmanager
+def on_any_card() -> Iterator[None]:
+    """Inside, the device of the tests is a card: the pretended one, if it is the processor otherwise."""
+    if where() != "cpu":
+        yield
+        return
+    os.environ[VARIABLE] = "pretended"
+    try:
+        with pretended():
+            yield
+    finally:
+        os.environ[VARIABLE] = "cpu"

@@ -263,6 +263,9 @@ class PretendedCuda(TorchDispatchMode):
         kwargs, schema = dict(kwargs or {}), func._schema
         given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema.arguments)]
         inputs = [(argument, x) for argument, value in given for x in _tensors(value)]
+        if _is_cuda(kwargs.get("device")):  # of the program of a graph, which names it
+            with self._made("device"):
+                return self.__torch_dispatch__(func, types, args, kwargs | {"device": torch.device("cpu")})
         for _, x in inputs:
             self.memory(x)  # so that new memory of a result differs from a view
         if schema.name in COPIES:
@@ -550,8 +553,13 @@ def is_lazy(x: Tensor) -> bool:
 def _tensors(value: Any) -> list[Tensor]:
     """Those of an argument or a result; what has no memory (`meta`) is none."""
     if isinstance(value, Tensor):
-        return [] if value.is_meta else [value]
+        return [] if is_followed(value) or value.is_meta else [value]
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def is_followed(x: Tensor) -> bool:
+    """Whether it is not a tensor, but what a capture has in its place."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _is_written(argument: Any) -> bool:
