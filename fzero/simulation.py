@@ -102,9 +102,7 @@ class LockstepRanks:
         mesh: Mesh | None = None,
     ) -> None:
         self._recipe = recipe = replace(recipe, home=torch.device("cpu"))
-        if recipe.device.type != "cpu":
-            raise ValueError(f"simulate: ranks in lockstep must be on the CPU, got a model on {recipe.device}; move it")
-        self._hub, self.world_size = Hub(world_size), world_size
+        self._hub, self.world_size = Hub(world_size, recipe.device), world_size
         self._origin = Origin(recipe.model)
 
         def make(rank: int) -> TrainStep:
@@ -281,7 +279,7 @@ class VmapRanks(LockstepRanks):
         """Runs a forward of a copy of the model; raises VmapError if the model has a backward that a capture would ignore."""
         step = self._make(None)
         assert step.program is not None
-        self._stacked.random = RandomByRank(state.rng["cpu"])
+        self._stacked.random = RandomByRank(state.rng, step.device)
         with _functions() as found, torch.no_grad(), _quietly():
             own = state._replace(buffers={name: tensor.clone() for name, tensor in state.buffers.items()})
             step.program.compiled.functions.model.loss(own, step.runtime.batches.cast(batch))
@@ -301,7 +299,7 @@ class VmapRanks(LockstepRanks):
         kept = optree.tree_leaves((state.params, state.master, state.optimizer))
         versions = [x._version for x in kept]
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[x for x in (self.one_step.device,) if x.type == "cuda"]):
                 if self._backend is not None and not self.program.compiled.graphs:
                     self._look(state, micro_batches[0])
                 return self._step_of_all(state, micro_batches)

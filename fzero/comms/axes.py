@@ -72,7 +72,7 @@ class ProcessAxis:
 
 @dataclass(frozen=True, slots=True)
 class LockstepAxis:
-    """One of `size` ranks along the mesh axis `name` that run in turn in this process, on the CPU.
+    """One of `size` ranks along the mesh axis `name` that run in turn in this process.
 
     Args:
         hub: carries the messages between the ranks.

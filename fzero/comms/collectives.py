@@ -194,7 +194,7 @@ def start_all_reduce(full_P: Tensor, axis: Axis, *, after: Pending | None = None
     halves = replace(axis, observe=None)
     shard_S = rearrange(full_P, "(rank shard) -> rank shard", rank=axis.size)[axis.rank]
     reduction = start_reduce_scatter(full_P, halves, out_S=shard_S, after=after, label=label)
-    is_in_order = full_P.is_cuda  # one communicator runs its collectives in order
+    is_in_order = isinstance(axis, ProcessAxis) and full_P.is_cuda  # one communicator runs its collectives in order
     return start_all_gather(shard_S, full_P, halves, after=None if is_in_order else reduction, label=label)
 
 

@@ -1,8 +1,8 @@
 """The ranks of a job in one process, in lockstep. The results have the same bits as with one process per rank.
 
 Each rank is a thread, and one thread runs at a time. When it needs a message that has not been sent yet, the next rank that can
-continue runs. Each rank has its own random numbers: the state of torch's generator on the CPU is saved when a rank stops, and
-restored when it continues. Kernels use as many threads as in the calling thread, because that decides how their sums are split.
+continue runs. Each rank has its own random numbers: the states of torch's generators, those of the ranks' device among them, are
+saved when a rank stops, and restored when it continues. All ranks launch their work on the caller's stream, in turn. Kernels use as many threads as in the calling thread, because that decides how their sums are split.
 """
 
 from __future__ import annotations
@@ -10,11 +10,15 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
 
+from fzero.common.random_states import random_states, set_random_states
+
 T = TypeVar("T")
+CPU = torch.device("cpu")
 
 
 class StuckError(RuntimeError):
@@ -35,8 +39,8 @@ class Hub:
     ['of rank 1', 'of rank 0']
     """
 
-    def __init__(self, size: int) -> None:
-        self.size = size
+    def __init__(self, size: int, device: torch.device = CPU) -> None:
+        self.size, self._device = size, device
         self._turns = [threading.Semaphore(0) for _ in range(size)]
         self._clear()
 
@@ -59,19 +63,21 @@ class Hub:
         errors: list[tuple[int, BaseException]] = []
         # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
         num_threads = torch.get_num_threads()
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None  # of this thread
 
         def run(rank: int) -> None:
             self._turns[rank].acquire()
             try:
                 torch.set_num_threads(num_threads)
-                results[rank] = function(rank)
+                with nullcontext() if stream is None else torch.cuda.stream(stream):
+                    results[rank] = function(rank)
             except BaseException as error:
                 errors.append((rank, error))
             self._runs[rank] = False
             self._pass_on(rank)
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(self.size)]
-        process_rng = torch.get_rng_state()
+        process_rng = random_states(self._device)
         for thread in threads:
             thread.start()
         self._turns[0].release()
@@ -80,7 +86,7 @@ class Hub:
                 thread.join()
         finally:
             self._is_stuck = True  # after an interrupt, ends the ranks that still wait
-            torch.set_rng_state(process_rng)
+            set_random_states(process_rng, self._device)
         if errors:
             rank, error = min(errors, key=lambda found: isinstance(found[1].__cause__ or found[1], StuckError))
             error.add_note(f"fzero: raised on rank {rank} of {self.size}, which run in lockstep")
@@ -133,10 +139,10 @@ class Hub:
             )
         rank = message[1]
         self._waits_for[rank] = message
-        rng = torch.get_rng_state()
+        rng = random_states(self._device)
         self._pass_on(rank)
         self._turns[rank].acquire()
-        torch.set_rng_state(rng)
+        set_random_states(rng, self._device)
         del self._waits_for[rank]
 
     def _pass_on(self, rank: int) -> None:

@@ -8,7 +8,7 @@ order, as in a job of processes.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
@@ -20,6 +20,7 @@ from torch._C._functorch import is_batchedtensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fzero.common.random_states import random_states, set_random_states
 from fzero.comms import primitives
 from fzero.comms.axes import WORLD
 from sharding import DATA, Mesh
@@ -240,11 +241,18 @@ class Stacked:
 
 
 class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside, an operator that draws random numbers for all ranks runs for each rank, on the rank's own state in `rng`."""
+    """Inside, an operator that draws random numbers for all ranks runs for each rank, on the rank's own states in `rng`."""
 
-    def __init__(self, rng_W: Tensor) -> None:
+    def __init__(self, rng: Mapping[str, Tensor], device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.rng = [state.clone() for state in rng_W]
+        self.device = device
+        self.rng = [dict(zip(rng, states, strict=True)) for states in zip(*rng.values(), strict=True)]
+        """By rank and device type."""
+
+    @property
+    def stacked(self) -> dict[str, Tensor]:
+        """The states of all ranks, by device type."""
+        return {kind: torch.stack([of_rank[kind] for of_rank in self.rng]) for kind in self.rng[0]}
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -253,9 +261,9 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
         if func.overloadpacket not in _RANDOM:
-            before = torch.get_rng_state()
+            before = random_states(self.device)
             result = func(*args, **kwargs)
-            if not torch.equal(torch.get_rng_state(), before):
+            if not all(torch.equal(now, before[kind]) for kind, now in random_states(self.device).items()):
                 raise VmapError(f"{func} draws random numbers for all ranks at once")
             return result
         size = len(self.rng)
@@ -270,9 +278,9 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if not own[place] or own[place][0] != size:
                     raise VmapError(f"{func} draws the same random numbers for all ranks")
                 own[place] = own[place][1:]
-            torch.set_rng_state(self.rng[rank])
+            set_random_states(self.rng[rank], self.device)
             drawn.append(func(*own, **kwargs))
-            self.rng[rank] = torch.get_rng_state()
+            self.rng[rank] = random_states(self.device)
         if func._schema.is_mutable:
             return args[0]
         return pytree.tree_map(lambda *xs: torch.stack(xs), *drawn)

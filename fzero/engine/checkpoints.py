@@ -21,6 +21,7 @@ from fzero.checkpoint.loading import load_partly, starts
 from fzero.checkpoint.saving import save as save_state
 from fzero.checkpoint.weights import load_weights, save_16bit_model
 from fzero.common.arguments import check_kind, check_path, refuse
+from fzero.common.random_states import random_states, set_random_states
 from fzero.common.safe_files import create
 from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
@@ -204,16 +205,10 @@ class KeepsFiles(Generates):
 
     def _random_state(self) -> Mapping[str, torch.Tensor]:
         """The random state of the process, which the module uses."""
-        found = {"cpu": torch.get_rng_state()}
-        if "cuda" in self.state.rng:
-            found["cuda"] = torch.cuda.get_rng_state(self.device)
-        return found
+        return {kind: state for kind, state in random_states(self.device).items() if kind in self.state.rng}
 
     def _set_random_state(self) -> None:
-        rng = self.state.rng
-        torch.set_rng_state(rng["cpu"].clone())
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(rng["cuda"], self.device)
+        set_random_states(self.state.rng, self.device)
 
 
 def _latest(folder: Path, *, universal: bool) -> str | None:

@@ -254,7 +254,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         assert optimizer is not None and metrics is not None
         self.global_samples += self._samples(num_micro_steps)
         self.live.look_at_buffers(self.state.buffers)
-        optimizer.overflow = bool(metrics.overflow)
+        optimizer.overflow = self.cfg.skips_overflow and bool(metrics.overflow)  # which waits for a GPU
         self.global_steps += 1
         self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow

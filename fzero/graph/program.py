@@ -28,7 +28,7 @@ from fzero.runtime.finish import Collected, GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
-from fzero.storage.shard_transfer import ShardTransfer
+from fzero.storage.shard_transfer import ShardTransfer, read_later
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -106,6 +106,7 @@ class GraphProgram:
 
     def _to_gradients(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """The graph up to its gradients, which are moved to where they live."""
+        num_updates = read_later(state.step)
         transfer, norms = run.offload.transfer(run.scratch), GradNorms(run.rules.loss.of_shard, in_memory=True)
         if run.offload.has_files:
             run.offload.read_ahead(state)
@@ -132,7 +133,7 @@ class GraphProgram:
         del grad
         transfer.settle()
         run.agree_on_files(state)
-        hyper = run.updater.hyper(int(state.step))
+        hyper = run.updater.hyper(num_updates())
         return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer, norms)
 
     def evaluate(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -181,10 +182,10 @@ class GraphProgram:
                 yield rng
             return
         rng = dict(state.rng)  # a graph of all ranks draws nothing
-        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng["cpu"])
+        self.stacked.random = drawn = None if self.compiled.is_captured else RandomByRank(state.rng, run.device)
         yield rng
         if drawn is not None:
-            rng["cpu"] = torch.stack(drawn.rng)
+            rng |= drawn.stacked
 
     def trace(self, run: StepRuntime, micro_batches: list[Any]) -> list[Captured]:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""

@@ -21,6 +21,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
+from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
 from fzero.model.fetched_parameters import FetchedParameters, marked, marks_of
@@ -290,21 +291,13 @@ def _check_places(model: nn.Module, found: Sequence[_Place]) -> None:
 @contextmanager
 def random_state(rng: dict[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
     """Inside, the random state is `rng`; on exit the former one is restored. Yields a dict that receives the new state."""
-    after: dict[str, Tensor] = {}
-    own = {"cpu": torch.get_rng_state()}
-    torch.set_rng_state(rng["cpu"].clone())  # torch misreads a view into other memory
-    if "cuda" in rng:
-        own["cuda"] = torch.cuda.get_rng_state(device)
-        torch.cuda.set_rng_state(rng["cuda"], device)
+    after, own = dict[str, Tensor](), random_states(device)
+    set_random_states(rng, device)
     try:
         yield after
-        after["cpu"] = torch.get_rng_state()
-        if "cuda" in rng:
-            after["cuda"] = torch.cuda.get_rng_state(device)
+        after |= {kind: state for kind, state in random_states(device).items() if kind in rng}
     finally:
-        torch.set_rng_state(own["cpu"])
-        if "cuda" in rng:
-            torch.cuda.set_rng_state(own["cuda"], device)
+        set_random_states(own, device)
 
 
 def beneath_model(num_modes: int) -> AbstractContextManager[object]:

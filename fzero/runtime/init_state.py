@@ -16,6 +16,7 @@ import optree
 import torch
 from torch import Tensor, nn
 
+from fzero.common.random_states import kinds_of
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
@@ -235,8 +236,7 @@ class StateBuilder:
     def rng(self, rank: int) -> dict[str, Tensor]:
         """The random state of a rank, by device type."""
         seed = (self.recipe.seed * 1_000_003 + rank) % 2**63
-        kinds = ("cpu", "cuda") if self.device.type == "cuda" else ("cpu",)
-        return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds}
+        return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds_of(self.device)}
 
 
 def _from_rank_0(value: Tensor, world: RankAxis, name: str) -> Tensor:

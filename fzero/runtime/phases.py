@@ -36,7 +36,7 @@ from fzero.runtime.outcome import check_alike, check_outcome, check_passes, chec
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
-from fzero.storage.shard_transfer import own_shard
+from fzero.storage.shard_transfer import own_shard, read_later
 from fzero.storage.state_form import check_not_donated
 
 T = TypeVar("T")
@@ -52,6 +52,8 @@ class AccumulationWindow(NamedTuple):
     """Copies of the module buffers; forwards write into these."""
     before: dict[str, tuple[Tensor, int]]
     """The same buffers with their versions when the window began."""
+    num_updates: Callable[[], int]
+    """Reads the number of updates so far."""
     loss_stats: tuple[Tensor, ...] = ()
     """Per backward, every rank's (loss, weight or -1, number of forwards and backwards so far, checksum of hyper-parameters,
     number of module buffers that changed for the first time), shape (W, 5)."""
@@ -143,7 +145,7 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
         seen=seen_params(run, state, keeps=True),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
-    return AccumulationWindow(state, work, buffers, before)
+    return AccumulationWindow(state, work, buffers, before, read_later(state.step))
 
 
 def forward(
@@ -306,7 +308,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(int(state.step)), transfer=work.transfer, norms=work.norms,
+        run.updater.hyper(window.num_updates()), transfer=work.transfer, norms=work.norms,
         still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 

@@ -124,6 +124,24 @@ def to_device(x: Tensor | FileTensor | FilePart, device: torch.device) -> Tensor
     return (x if isinstance(x, Tensor) else x[:]).to(device)
 
 
+def read_later(number: Tensor) -> Callable[[], int]:
+    """Begins to copy a number to the host; the result returns it.
+
+    `int(number)` would wait until a GPU has done all that it was given, and then it idles. This waits only for what it was given
+    before the copy.
+    """
+    if number.device.type != "cuda":
+        return lambda: int(number)
+    copy, is_there = number.to("cpu", non_blocking=True), torch.cuda.Event()
+    is_there.record(torch.cuda.current_stream(number.device))
+
+    def read() -> int:
+        is_there.synchronize()
+        return int(copy)
+
+    return read
+
+
 def part_of(x: Tensor | FileTensor | FilePart, start: int, stop: int) -> Any:
     """Elements [start, stop) of a flat tensor: a view, or a `FilePart`. Both have `copy_` and `[:]`."""
     return x[start:stop] if isinstance(x, Tensor) else x.part(slice(start, stop))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from ranks import RankPool
 from torch.multiprocessing.reductions import StorageWeakRef
-from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors
+from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors, weights_of
 
 import fzero
 from fzero.storage.shard_transfer import BufferPool
@@ -129,7 +129,7 @@ def test_every_optimizer_gives_the_same_bits_in_all_stages_and_the_plain_loop_to
 
 
 def test_training_moves_the_weights_and_leaves_the_frozen_ones() -> None:
-    start = make(Odd).state_dict()
+    start = weights_of(make(Odd))
     _, weights = train(Odd, tokens, config(3), num_steps=2)
     assert torch.equal(weights["blocks.1.up.bias"], start["blocks.1.up.bias"])
     moved = [name for name in weights if not torch.equal(weights[name], start[name])]

@@ -338,7 +338,7 @@ class Large(nn.Module):
 @pytest.mark.parametrize("stage", range(4))
 def test_a_gradient_is_taken_as_soon_as_it_is_there_also_where_forwards_share_parameters(stage: int) -> None:
     """Otherwise all full gradients live at the end of a backward, and no reduction runs beside it."""
-    model = Large()
+    model = make(Large)
     cfg = config(stage) | {"train_batch_size": 12, "gradient_accumulation_steps": 3}
     step = fzero.make_train_step(model, cfg)
     state, take = step.init(), ForwardBackward.add_grads

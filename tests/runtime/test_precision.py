@@ -16,7 +16,20 @@ import torch
 from hypothesis import given, strategies as st
 from ranks import RankPool
 from torch import Tensor, nn
-from training import GLOBAL_BATCH, Mixed, Odd, Plain, config, make, part, tokens, train, train_in_16_bits, vectors
+from training import (
+    GLOBAL_BATCH,
+    Mixed,
+    Odd,
+    Plain,
+    config,
+    make,
+    part,
+    tokens,
+    train,
+    train_in_16_bits,
+    vectors,
+    weights_of,
+)
 
 import fzero
 from fzero.deepspeed.utils import safe_get_full_fp32_param
@@ -246,7 +259,7 @@ def test_what_is_sent_has_the_dtype_that_was_asked_for(ranks: RankPool, stage: i
         assert found["reduce"] == 2 and found.get(moves, 4) == 4
 
 
-def test_autocast_is_the_plain_loop_under_autocast_bit_for_bit() -> None:
+def test_autocast_is_the_plain_loop_under_autocast_bit_for_bit(device: torch.device) -> None:
     cfg = config(3, clip=0.0, optimizer={"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}})
     curve, weights = train(Plain, vectors, cfg | {"torch_autocast": {"enabled": True}}, num_steps=NUM_STEPS)
     module = make(Plain)
@@ -254,13 +267,13 @@ def test_autocast_is_the_plain_loop_under_autocast_bit_for_bit() -> None:
     losses = []
     for index in range(NUM_STEPS):
         optimizer.zero_grad()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(device.type, dtype=torch.bfloat16):
             loss = module(*vectors(index))
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
     assert [loss for loss, _ in curve] == losses
-    assert all(torch.equal(weights[name], weight) for name, weight in module.state_dict().items())
+    assert all(torch.equal(weights[name], weight) for name, weight in weights_of(module).items())
 
 
 # --- gather and initial values -----------------------------------------------------------------------------------
@@ -271,7 +284,7 @@ def _gathers_the_master(stage: int) -> bool:
     step = fzero.make_train_step(model, config(stage) | {"bf16": {"enabled": True}})
     full = step.gather(step.init())
     return all(
-        torch.equal(full[name], tensor) for name, tensor in model.state_dict().items() if "1.up.bias" not in name
+        torch.equal(full[name], tensor) for name, tensor in weights_of(model).items() if "1.up.bias" not in name
     )
 
 
@@ -293,7 +306,7 @@ def test_an_engine_s_master_starts_from_the_fp32_weights(kind: str, stage: int) 
 
 
 def test_an_fp32_state_dict_reaches_the_master_of_a_16_bit_model_unrounded() -> None:
-    weights = make(Plain).state_dict()
+    weights = weights_of(make(Plain))
     step = fzero.make_train_step(make(Plain).bfloat16(), config(1) | {"bf16": {"enabled": True}})
     full = step.gather(step.init(weights))
     assert all(torch.equal(full[name], weights[name]) for name in weights)

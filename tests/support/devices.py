@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,18 +29,6 @@ ON_A_DEVICE: tuple[tuple[str, str], ...] = (
 LOCKSTEP = "ranks in lockstep are on the CPU only"
 ORACLE = "its plain loop makes tensors on the CPU"
 NOT_ON_A_DEVICE: dict[str, str] = {
-    "test_ranks_with_other_numbers_of_backwards_are_reported": LOCKSTEP,
-    "test_frozen_weights_under_autocast_come_back_with_all_their_bits": LOCKSTEP,
-    "test_16_bits_in_all_stages_are_the_plain_loop": ORACLE,
-    "test_clipping_in_16_bits_is_the_plain_loop": ORACLE,
-    "test_autocast_is_the_plain_loop_under_autocast": ORACLE,
-    "test_a_gradient_is_taken_as_soon_as_it_is_there": ORACLE,
-    "test_training_moves_the_weights_and_leaves_the_frozen_ones": ORACLE,
-    "test_an_fp32_state_dict_reaches_the_master": ORACLE,
-    "test_a_bad_weight_is_reported": "on a device an error of the loss is an assertion there, which ends the process",
-    "test_a_lazy_module_that_has_not_run_is_refused_by_name": "a lazy module cannot be moved before it has run",
-    "test_fp64_parameters_are_updated_in_fp64_in_every_mode[{'torch_autocast'": "autocast of a device needs a build for CUDA",
-    "test_a_peculiar_model_gives_the_same_bits_in_all_stages[{'torch_autocast'": "autocast of a device needs a build for CUDA",
 }
 """Parts of names of tests within these files that cannot run there, and why."""
 
@@ -87,6 +76,26 @@ def group_of_one() -> Iterator[None]:
     if where() == "cuda" and not dist.is_initialized():
         dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     yield
+
+
+@contextmanager
+def waits_of_the_host() -> Iterator[list[str]]:
+    """Gets, at its end, each wait of the host for the device inside: the operator, or the place of a program on a card."""
+    found: list[str] = []
+    if where() == "cuda":
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                yield found
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        found += [f"{x.filename}:{x.lineno}" for x in seen if "synchroniz" in str(x.message)]
+        return
+    (card,) = CARDS
+    before = card.waits + card.drains
+    yield found
+    found += sorted((card.waits + card.drains - before).elements())
 
 
 # --- hooks of pytest, which tests/conftest.py takes ------------------------------------------------------------------
@@ -163,9 +172,37 @@ def report(config: pytest.Config, report: pytest.TestReport) -> None:
 def on_the_device() -> Iterator[None]:
     """Around each test. A pretended card has what it is asked on one thread only."""
     if where() == "pretended":
-        from pretended_cuda import PretendedCuda
-
-        with PretendedCuda():
+        with pretended():
             yield
     else:
         yield
+
+
+CARDS: list[Any] = []
+"""The pretended card that is entered."""
+
+
+@contextmanager
+def pretended() -> Iterator[None]:
+    from pretended_cuda import PretendedCuda
+
+    with PretendedCuda() as card:
+        CARDS.append(card)
+        try:
+            yield
+        finally:
+            CARDS.pop()
+
+
+@contextmanager
+def on_any_card() -> Iterator[None]:
+    """Inside, the device of the tests is a card: the pretended one, if it is the processor otherwise."""
+    if where() != "cpu":
+        yield
+        return
+    os.environ[VARIABLE] = "pretended"
+    try:
+        with pretended():
+            yield
+    finally:
+        os.environ[VARIABLE] = "cpu"

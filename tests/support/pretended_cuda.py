@@ -4,6 +4,7 @@
         ...tensors made on device="cuda", streams, events, copies...
     card.crossed  # bytes to the device, and to the host
     card.waits  # operators that the host had to wait for, and how often
+    card.drains  # waits of the host after which the device had nothing left to do
 
 All tensors are real ones on the CPU, so numbers are right whatever the order. A tensor is *on the device* if its storage is
 labelled so: patched functions of PyTorch say so to Python, and a `TorchDispatchMode` sees every operator, those of a backward
@@ -14,16 +15,17 @@ the host has done and after what is on its stream, and the host goes on at once.
 2. AssertionError: a race, of two uses of the same bytes of which one writes and neither happens before the other;
 3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
 
-Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: other threads, collectives of NCCL, changes by
-numpy, gradients of a copy between the memories, `copy.deepcopy`, and `with torch.device("cuda")`. A card's random numbers are the
-host's.
+Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: threads other than those of ranks in lockstep,
+what batching rules of `torch.vmap` make, collectives of NCCL, changes by numpy, gradients of a copy between the memories, and
+`with torch.device("cuda")`. A card has a random state of its own, from which it draws the host's numbers; its autocast is the host's.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -32,8 +34,12 @@ from unittest.mock import patch
 import torch
 import torch._dynamo  # before anything is patched, for it makes tables of PyTorch's functions
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
+
+from fzero.comms.lockstep import Hub
 
 Kind = Literal["device", "pinned", "host"]
 
@@ -76,7 +82,7 @@ class Waited:
 
     def synchronize(self) -> None:
         self.card.sweep()
-        self.card.host.seen |= self.seen
+        self.card.host_waits(self.seen, type(self).__name__)
 
     def query(self) -> bool:
         self.synchronize()  # for the host knows that it is done
@@ -178,6 +184,13 @@ class Generator(torch.Generator):
         return super().__new__(cls, "cpu")
 
 
+class Autocast(torch.autocast):
+    """`torch.autocast`, of the host's kernels for either device."""
+
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        super().__init__("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+
 class PretendedCuda(TorchDispatchMode):
     """A device in which one process may believe, while this is entered."""
 
@@ -186,11 +199,22 @@ class PretendedCuda(TorchDispatchMode):
         self._memories: dict[int, Memory] = {}
         self.streams: list[Stream] = []
         self.host, self.default = Timeline("the host"), Stream(self)
-        self.current, self.crossed = self.default, Crossed(0, 0)
+        self.crossed = Crossed(0, 0)
         self.nbytes = self.max_nbytes = 0  # on the device
-        self.waits = Counter[str]()
-        self._making: Kind | None = None  # where new tensors stand; None: where those stand that they are made of
+        self.waits, self.drains = Counter[str](), Counter[str]()
+        self._of_thread = threading.local()
+        self.generator = torch.Generator()
         self._patches = ExitStack()
+
+    @property
+    def current(self) -> Stream:
+        """This thread's stream."""
+        return getattr(self._of_thread, "stream", self.default)
+
+    @property
+    def _making(self) -> Kind | None:
+        """Where new tensors stand; None: where those stand that they are made of."""
+        return getattr(self._of_thread, "making", None)
 
     # --- time --------------------------------------------------------------------------------------------------------
 
@@ -221,6 +245,8 @@ class PretendedCuda(TorchDispatchMode):
 
     def kind(self, x: Tensor) -> Kind:
         """Where a tensor is."""
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
         memory = self._memories.get(x.untyped_storage()._cdata)
         return "host" if memory is None else memory.kind
 
@@ -237,6 +263,9 @@ class PretendedCuda(TorchDispatchMode):
         kwargs, schema = dict(kwargs or {}), func._schema
         given = [(a, args[i] if i < len(args) else kwargs.get(a.name)) for i, a in enumerate(schema.arguments)]
         inputs = [(argument, x) for argument, value in given for x in _tensors(value)]
+        if _is_cuda(kwargs.get("device")):  # of the program of a graph, which names it
+            with self._made("device"):
+                return self.__torch_dispatch__(func, types, args, kwargs | {"device": torch.device("cpu")})
         for _, x in inputs:
             self.memory(x)  # so that new memory of a result differs from a view
         if schema.name in COPIES:
@@ -247,7 +276,9 @@ class PretendedCuda(TorchDispatchMode):
         name = schema.name.removeprefix("aten::")
         read = [x for a, x in inputs if a.alias_info is None and name not in (*FACTORIES, *METHODS)]
         written = [x for a, x in inputs if _is_written(a)]
-        outputs = func(*args, **kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags and kwargs.get("generator") is None
+        with self._drawing() if draws and (on_device or self._making == "device") else nullcontext():
+            outputs = func(*args, **kwargs)
         for x in _tensors(outputs):
             if x.untyped_storage()._cdata not in self._memories:
                 made = self.memory(x, self._making or ("device" if on_device else "host"))
@@ -266,6 +297,17 @@ class PretendedCuda(TorchDispatchMode):
             if name == "_local_scalar_dense":
                 self._cross(to_host=inputs[0][1].element_size())
         return outputs
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Inside, random numbers are the card's."""
+        host = torch.get_rng_state()
+        torch.set_rng_state(self.generator.get_state())
+        try:
+            yield
+        finally:
+            self.generator.set_state(torch.get_rng_state())
+            torch.set_rng_state(host)
 
     def _check_is_there(self, func: Any, inputs: list[tuple[Any, Tensor]]) -> None:
         """Raises if an operator of the device is given what is not there, but for numbers."""
@@ -309,8 +351,14 @@ class PretendedCuda(TorchDispatchMode):
 
     def _wait(self, func: Any) -> None:
         """The host waits for the end of an operator."""
-        self.host.seen |= self.current.seen
+        self.host_waits(self.current.seen, str(func))
         self.waits[str(func)] += 1
+
+    def host_waits(self, seen: Counter[Timeline], name: str) -> None:
+        """The host waits for what has been seen. If that is all that the compute stream was given, the device then idles."""
+        is_all = self.host.seen[self.default] < self.default.seen[self.default] <= seen[self.default]
+        self.host.seen |= seen
+        self.drains[name] += is_all
 
     def _cross(self, to_device: int = 0, to_host: int = 0) -> None:
         self.crossed = Crossed(self.crossed.to_device + to_device, self.crossed.to_host + to_host)
@@ -319,11 +367,11 @@ class PretendedCuda(TorchDispatchMode):
 
     @contextmanager
     def _made(self, kind: Kind | None) -> Iterator[None]:
-        before, self._making = self._making, kind
+        before, self._of_thread.making = self._making, kind
         try:
             yield
         finally:
-            self._making = before
+            self._of_thread.making = before
 
     def _factory(self, make: Callable[..., Any]) -> Callable[..., Any]:
         """Of new tensors, on a device that may be this one."""
@@ -348,7 +396,8 @@ class PretendedCuda(TorchDispatchMode):
         return made
 
     def _device_of(self, x: Tensor) -> torch.device:
-        return torch.device("cuda", 0) if self.kind(x) == "device" else _REAL["device"].__get__(x)
+        is_here = not is_lazy(x) and self.kind(x) == "device"
+        return torch.device("cuda", 0) if is_here else _REAL["device"].__get__(x)
 
     def _to(self, x: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
         if args and isinstance(args[0], Tensor):
@@ -367,6 +416,13 @@ class PretendedCuda(TorchDispatchMode):
         with self._made("device" if not on_device else "pinned" if non_blocking else "host"):
             return _REAL["to"](x, dtype=dtype or x.dtype, **options | {"copy": True})
 
+    def _deepcopy(self, x: Tensor, memo: Any) -> Tensor:
+        kind = None if is_lazy(x) else self.kind(x)
+        copied: Tensor = _REAL["__deepcopy__"](x, memo)
+        if kind == "device":
+            self.memory(copied, kind)
+        return copied
+
     def _pin(self, x: Tensor, device: Any = None) -> Tensor:
         if self.kind(x) == "device":
             raise RuntimeError("cannot pin a tensor of the device")
@@ -383,21 +439,37 @@ class PretendedCuda(TorchDispatchMode):
 
     @contextmanager
     def _on(self, stream: Stream | None) -> Iterator[None]:
-        before, self.current = self.current, stream or self.current
+        before = self.current
+        self._of_thread.stream = stream or before
         try:
             yield
         finally:
-            self.current = before
+            self._of_thread.stream = before
 
     def _synchronize(self, device: Any = None) -> None:
         self.sweep()
         for stream in self.streams:
-            self.host.seen |= stream.seen
+            self.host_waits(stream.seen, "synchronize")
 
     def pinned_nbytes(self) -> int:
         """Of host memory that is pinned now."""
         self.sweep()
         return sum(memory.nbytes for memory in self._memories.values() if memory.kind == "pinned")
+
+    def _in_threads(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`Hub.run` whose ranks, of which one runs at a time, are on the device as well."""
+
+        def of_all(hub: Hub, function: Callable[[int], Any]) -> Any:
+            def of_rank(rank: int) -> Any:
+                _push_mode(self)
+                try:
+                    return function(rank)
+                finally:
+                    _pop_mode()
+
+            return run(hub, of_rank)
+
+        return of_all
 
     def _allocated(self, device: Any = None) -> int:
         self.sweep()
@@ -416,6 +488,7 @@ class PretendedCuda(TorchDispatchMode):
             "to": lambda x, *args, **kwargs: self._to(x, *args, **kwargs),
             "cuda": lambda x, device=None, non_blocking=False: self._to(x, "cuda", non_blocking=non_blocking),
             "cpu": lambda x: self._to(x, "cpu"),
+            "__deepcopy__": lambda x, memo: self._deepcopy(x, memo),
             "is_pinned": lambda x, device=None: self.kind(x) == "pinned",
             "pin_memory": lambda x, device=None: self._pin(x),
             "numpy": lambda x, *args, **kwargs: self._numpy(x, *args, **kwargs),
@@ -427,7 +500,6 @@ class PretendedCuda(TorchDispatchMode):
         } | {name: self._factory(getattr(torch.Tensor, name)) for name in METHODS}
 
     def _functions(self) -> dict[str, Any]:
-        generator = torch.Generator()  # the states of the host's generators, which a card has none of
         return {
             "Stream": partial(Stream, self),
             "Event": lambda **options: Event(self, **options),
@@ -442,8 +514,10 @@ class PretendedCuda(TorchDispatchMode):
             "memory_allocated": self._allocated,
             "max_memory_allocated": lambda device=None: self.max_nbytes,
             "reset_peak_memory_stats": self._reset_peak,
-            "get_rng_state": lambda device=None: generator.get_state(),
-            "set_rng_state": lambda state, device=None: generator.set_state(state) and None,
+            "get_rng_state": lambda device=None: self.generator.get_state(),
+            "set_rng_state": lambda state, device=None: self.generator.set_state(state.clone()) and None,
+            "manual_seed": lambda seed: self.generator.manual_seed(seed) and None,
+            "manual_seed_all": lambda seed: self.generator.manual_seed(seed) and None,
         }
 
     def __enter__(self) -> PretendedCuda:
@@ -457,6 +531,8 @@ class PretendedCuda(TorchDispatchMode):
         for name in ("tensor", "as_tensor"):
             enter(patch.object(torch, name, self._from_data(getattr(torch, name))))
         enter(patch.object(torch, "Generator", Generator))
+        enter(patch.object(torch, "autocast", Autocast))
+        enter(patch.object(Hub, "run", self._in_threads(Hub.run)))
         return super().__enter__()
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
@@ -466,14 +542,24 @@ class PretendedCuda(TorchDispatchMode):
             self.sweep()
 
 
-_REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist")}
+_REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist", "__deepcopy__")}
+
+
+def is_lazy(x: Tensor) -> bool:
+    """Whether it has no memory yet, because its module has not run."""
+    return isinstance(x, UninitializedTensorMixin)
 
 
 def _tensors(value: Any) -> list[Tensor]:
     """Those of an argument or a result; what has no memory (`meta`) is none."""
     if isinstance(value, Tensor):
-        return [] if value.is_meta else [value]
+        return [] if is_followed(value) or value.is_meta else [value]
     return [x for part in value for x in _tensors(part)] if isinstance(value, list | tuple) else []
+
+
+def is_followed(x: Tensor) -> bool:
+    """Whether it is not a tensor, but what a capture has in its place."""
+    return type(x).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _is_written(argument: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -160,7 +159,7 @@ def train_plainly(
         nn.utils.clip_grad_norm_(params, clip if clip else float("inf"))
         optimizer.step()
         curve.append((loss.item(), norm.item()))
-    return curve, copy.deepcopy(module.state_dict())
+    return curve, weights_of(module)
 
 
 class Mixed(NamedTuple):
@@ -197,7 +196,7 @@ def train_in_16_bits(
     names = [name for name, p in module.named_parameters() if p.requires_grad]
     masters = {n: p.detach().to(mixed.master) for n, p in module.named_parameters()}
     module.to(mixed.param)
-    moments = {n: torch.zeros(2, *masters[n].shape, dtype=mixed.optimizer) for n in names}
+    moments = {n: masters[n].new_zeros(2, *masters[n].shape, dtype=mixed.optimizer) for n in names}
     share, curve = 1 / (num_ranks * num_micro_steps), []
     for index in range(num_steps):
         with torch.no_grad():
@@ -216,18 +215,18 @@ def train_in_16_bits(
                     grads[name, micro, rank] = torch.zeros_like(param) if param.grad is None else param.grad.clone()
         collected = {n: _add_up(grads, n, mixed, share, num_ranks, num_micro_steps, reduces_each) for n in names}
         norm = sum(g.float().norm().double() ** 2 for g in collected.values()) ** 0.5 / mixed.scale
-        factor = (clip / (norm + 1e-6)).clamp(max=1.0) / mixed.scale if clip else torch.tensor(1 / mixed.scale)
+        factor = (clip / (norm + 1e-6)).clamp(max=1.0) / mixed.scale if clip else norm.new_tensor(1 / mixed.scale)
         for name, grad in collected.items():
             grad = grad.float() * factor.float()
             param, (m, v) = masters[name].float(), moments[name].float()
             torch._fused_adamw_(
-                [param], [grad], [m], [v], [], [torch.tensor(index + 1.0)], lr=1e-2, beta1=0.9, beta2=0.999,
+                [param], [grad], [m], [v], [], [here(torch.tensor(index + 1.0))], lr=1e-2, beta1=0.9, beta2=0.999,
                 weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
             )  # fmt: skip
             masters[name] = param.to(mixed.master)
             moments[name] = torch.stack([m, v]).to(mixed.optimizer)
         curve.append((sum(losses) / len(losses), norm.item()))
-    return curve, {name: master.float() for name, master in masters.items()}
+    return curve, {name: master.float().cpu() for name, master in masters.items()}
 
 
 def _add_up(
@@ -257,6 +256,11 @@ def _add_up(
             total = torch.add(total.float(), grad.float(), alpha=share).to(mixed.grad)
         by_rank.append(total.to(mixed.reduce))
     return over_ranks(by_rank).to(mixed.grad)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """A copy of its state dict in host memory, where `gather` puts one."""
+    return {name: x.detach().cpu().clone() for name, x in module.state_dict().items()}
 
 
 def _assign(module: nn.Module, buffers: Mapping[str, Tensor]) -> None:
