@@ -189,7 +189,7 @@ class _Tracing:
             for name, _ in self.model.named_parameters():
                 if name not in names:
                     raise late("parameter", name)
-            _check_no_grads([*inputs[len(self.paths) :], *(now for _, now in mode.held.values())])
+            _check_no_grads([*inputs[len(self.paths) :], *(real for real, _ in mode.held.values())])
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before)
@@ -323,13 +323,14 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
 def _check_no_grads(tensors: Iterable[Tensor]) -> None:
     """Raises ImpureError for a gradient that the traced body leaves in a tensor: a graph would not. (In a batch it trains
     nothing.)"""
-    for tensor in tensors:
-        if tensor.grad is not None:
-            raise ImpureError(
-                f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(tensor.shape)} that is no parameter of "
-                f"the model, and a graph would not; take that gradient with torch.autograd.grad and return it, or make the "
-                f"tensor an nn.Parameter"
-            )
+    found = [tensor for tensor in tensors if isinstance(tensor.grad, FunctionalTensor)]
+    for tensor in found:
+        tensor.grad = None
+    if found:
+        raise ImpureError(
+            f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(found[0].shape)} that is no parameter of the "
+            f"model, and a graph would not; use its .detach() where none is wanted, or make it an nn.Parameter"
+        )
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
