@@ -1,7 +1,7 @@
 """`ModelInGraph`: the loss of a model and its gradients, from flat buffers, as functions that a graph holds.
 
 1. Autograd never sees a collective: the leaves are views of gathered buffers, cut by one split.
-2. The gradient is a traced `torch.autograd.grad`, which runs the backward of an `autograd.Function`.
+2. The gradient is that of a traced `torch.autograd.backward`, which runs the backward of an `autograd.Function`.
 
 Shape letters: P padded elements of a flat buffer.
 """

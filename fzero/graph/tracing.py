@@ -24,6 +24,9 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import optree
@@ -186,7 +189,7 @@ class _Tracing:
             for name, _ in self.model.named_parameters():
                 if name not in names:
                     raise late("parameter", name)
-            _check_no_grads([*inputs[len(self.paths) :], *(now for _, now in mode.held.values())])
+            _check_no_grads([*inputs[len(self.paths) :], *(real for real, _ in mode.held.values())])
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before)
@@ -225,6 +228,10 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.bernoulli_.float and (order := _order_in_memory(args[0])) is not None:
+            with self:
+                args[0].permute(order).bernoulli_(*args[1:], **(kwargs or {}))
+            return args[0]
         if func not in _LIFTS:
             args, kwargs = optree.tree_map(self._stand_in, (tuple(args), kwargs or {}), none_is_leaf=True)
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -242,6 +249,28 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 self.held[id(x)] = x, FunctionalTensor.to_functional(fake)
         return self.held[id(x)][1]
+
+
+def _order_in_memory(x: Tensor) -> list[int] | None:
+    """The dimensions of a tensor, outermost in memory first, if a dropout fills its noise in that order and not as they are.
+
+    A graph has no in-place operators, and the one in place of `bernoulli_` fills memory of its own, as the dimensions are.
+    """
+    sizes, strides = x.size(), x.stride()
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim))
+    numels = accumulate((sizes[dim] for dim in reversed(order)), mul, initial=1)
+    is_dense = all(strides[dim] == numel for dim, numel in zip(reversed(order), numels) if sizes[dim] > 1)
+    return order if is_dense and order != sorted(order) and _fills_memory_in_order(x.device) else None
+
+
+@cache
+def _fills_memory_in_order(device: torch.device) -> bool:
+    """Whether `bernoulli_` fills a transposed tensor in the order of its memory (MKL does not)."""
+    with _disable_current_modes():
+        rows, columns = torch.empty(64, 2, device=device), torch.empty(2, 64, device=device)
+        for x in (rows, columns.t()):
+            x.bernoulli_(0.5, generator=torch.Generator(device).manual_seed(0))
+        return torch.equal(rows.view(-1), columns.view(-1))
 
 
 def value_of(x: Tensor) -> Tensor:
@@ -294,13 +323,14 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
 def _check_no_grads(tensors: Iterable[Tensor]) -> None:
     """Raises ImpureError for a gradient that the traced body leaves in a tensor: a graph would not. (In a batch it trains
     nothing.)"""
-    for tensor in tensors:
-        if tensor.grad is not None:
-            raise ImpureError(
-                f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(tensor.shape)} that is no parameter of "
-                f"the model, and a graph would not; take that gradient with torch.autograd.grad and return it, or make the "
-                f"tensor an nn.Parameter"
-            )
+    found = [tensor for tensor in tensors if isinstance(tensor.grad, FunctionalTensor)]
+    for tensor in found:
+        tensor.grad = None
+    if found:
+        raise ImpureError(
+            f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(found[0].shape)} that is no parameter of the "
+            f"model, and a graph would not; use its .detach() where none is wanted, or make it an nn.Parameter"
+        )
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
