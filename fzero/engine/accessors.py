@@ -225,7 +225,7 @@ class Accessors(UsesDataEfficiency):
             )
         frozen = self._frozen if exclude_frozen_parameters else set()
         found = {} if destination is None else destination
-        for name, x in self.train_step.gather(self.state).items():
+        for name, x in self.active_step().gather(self.state).items():
             if name not in frozen:
                 found[f"{prefix}{name}"] = x
         return found
@@ -237,7 +237,7 @@ class Accessors(UsesDataEfficiency):
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The full weights in the model's dtypes, on rank 0; None on the others. *Collective:* every rank."""
-        step = self.train_step
+        step = self.active_step()
         full = step.gather(self.state, to="rank0")
         frozen = self._frozen if exclude_frozen_parameters else set()
         like = {name: x.dtype for name, x in step.recipe.model.named_parameters(remove_duplicate=False)}

@@ -114,7 +114,7 @@ class KeepsFiles(Generates):
             raise ValueError("load_checkpoint: custom_load_fn must be None, because the state is loaded and not a module; pass "
                              "the weights to fzero.load_weights")  # fmt: skip
         check_path("load_checkpoint: load_dir", load_dir)
-        self.zero_grad()
+        self.close_window()
         world, folder = self.train_step.runtime.world, Path(load_dir)
         takes_optimizer = load_optimizer_states and not load_module_only
         meet("Engine.load_checkpoint", world)
@@ -156,7 +156,7 @@ class KeepsFiles(Generates):
             state, client, _ = import_deepspeed(path, step=step)
             self.take_over(step, state)
         else:
-            step = self.step_to_load(of_rank_0(world, lambda: starts(path)))
+            step = self.layouts.step_to_load(of_rank_0(world, lambda: starts(path)))
             (state, client, _), missing = load_partly(path, step=step)
             for name in missing:
                 state = with_weight(step, state, name, weight_of(self.train_step, self.state, name))
@@ -187,7 +187,7 @@ class KeepsFiles(Generates):
                     f"save_16bit_model: safetensors files are named model.safetensors and hold all weights, got {name!r} and "
                     f"exclude_frozen_parameters={exclude_frozen_parameters}; leave that out, or write a .bin"
                 )
-            save_16bit_model(self.state, folder, step=self.train_step)
+            save_16bit_model(self.state, folder, step=self.active_step())
             return True
         full = self.consolidated_16bit_state_dict(exclude_frozen_parameters)
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -242,6 +243,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             self.state, self.metrics = step.update(window)
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
+            self._show_buffers()
             raise
         if self._lacks_loss:
             self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
@@ -253,7 +255,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         optimizer, metrics = self.optimizer, self.metrics
         assert optimizer is not None and metrics is not None
         self.global_samples += self._samples(num_micro_steps)
-        self.live.look_at_buffers(self.state.buffers)
+        self._show_buffers()
         optimizer.overflow = self.cfg.skips_overflow and bool(metrics.overflow)  # which waits for a GPU
         self.global_steps += 1
         self._is_applied = not optimizer.overflow
@@ -284,9 +286,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients collected since the last update; after an update there are none."""
         self._direct.settle()
-        if self.open_window is not None:
-            self.open_window.work.close()
-        self.open_window, self._has_lost, self._lacks_loss = None, False, False
+        self.close_window()
+        self._has_lost = self._lacks_loss = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -327,16 +328,30 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
-                return step.inspect(self.state, call, run=f"{run} {'func' if is_func else 'alone'}")
+                return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
             self.tput_timer.start()
-            still = self._follow_flags()
+            still = self.layouts.follow_flags()
             step = self.train_step
             with self._guarded():
                 if self.open_window is None:
                     self.open_window = step.begin(self.state, measures_early=True)
                 outputs = step.forward(self.open_window, call, run=run, still=still)
+                self._show_buffers()
             self._direct.watch(self.open_window.work, outputs)
             return outputs
+
+    def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
+        """Runs a forward without gradients; what it writes into module buffers is kept, as by a module alone."""
+        shown = self.live_buffers
+        state, statistics = self.state._replace(buffers=shown.now), step.runtime.statistics
+        if not keeps:
+            return step.inspect(state, call, run=run)
+        kept = partial(shown.kept, call, statistics if self.module.training else ())
+        outputs, changed = step.inspect(state, kept, run=run)
+        if changed:
+            shown.now.update(changed)
+            self._show_buffers()
+        return outputs
 
     @contextmanager
     def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
@@ -357,4 +372,5 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         except BaseException:
             self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
+            self._show_buffers()
             raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Literal, Self, TypeVar
@@ -14,15 +14,12 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from fzero.common.arguments import check_kind
-from fzero.comms.hangs.failures import meet
 from fzero.data.token_dropping import dropping_of
 from fzero.engine.accessors import Accessors
+from fzero.engine.layouts import Layouts
+from fzero.engine.live_buffers import LiveBuffers
 from fzero.engine.param_views import ENGINES, LiveParams
-from fzero.model.trainability import Flags, listed
-from fzero.plans.plan import starts_of
 from fzero.resharding.parameters import full_params, with_weight
-from fzero.resharding.reshard import reshard
-from fzero.runtime.step_spec import StepSpec
 from fzero.state import TrainState
 from fzero.step import AccumulationWindow, TrainStep
 
@@ -58,27 +55,20 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
+    live_buffers: LiveBuffers
     open_window: AccumulationWindow | None
     _run: Callable[..., Any]
-    """The forward of `Engine`, as `zero_grad` is its own."""
-    zero_grad: Callable[..., None]
-    _held: frozenset[str]
-    """The names of the parameters that the optimizer holds."""
-    _flags: Flags
-    _seen: list[bool] | None = None
-    """The `requires_grad` flags in the last training forward."""
-    _unmixed: list[bool] | None = None
-    """The flags under which no flat buffer has both trained and `still` parameters."""
-    _still: frozenset[str] = frozenset()
-    """The names of the parameters that have optimizer state, and require no gradients now."""
+    """The forward of `Engine`."""
+    layouts: Layouts
     _is_inside = is_gathered = _is_away = False
 
     def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
         """Makes every call of the module a call of the engine, also from the module's own methods (`generate`, `loss`)."""
         self._modules["module"] = self.__dict__["module"] = module  # both: nn.Module's own look-up is slower
-        self._held = held
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
-        self.live, self._flags = LiveParams(module, self.train_step.plan, self.train_step.data_rank), Flags(module)
+        self.live = LiveParams(module, self.train_step.plan, self.train_step.data_rank)
+        self.layouts = Layouts(self, held)
+        self.live_buffers = LiveBuffers(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
@@ -168,7 +158,7 @@ class HoldsModule(Accessors):
 
     def _remake(self, **changes: Any) -> None:
         """Goes on with a step of a changed recipe, which has the same states. *Collective:* every rank."""
-        self.train_step = self._made(replace(self.train_step.recipe, **changes))
+        self.train_step = self.layouts.step_of(replace(self.train_step.recipe, **changes))
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 
@@ -202,7 +192,7 @@ class HoldsModule(Accessors):
             if key in values and name in params:
                 self.state = with_weight(step, self.state, name, values[key])
             elif key in values:
-                self.state.buffers[name].copy_(values[key])
+                self.live_buffers.now[name].copy_(values[key])
         self.show_state()
 
     def offload_states(
@@ -225,115 +215,31 @@ class HoldsModule(Accessors):
 
     def destroy(self) -> None:
         """Releases the state, and restores the module with the weights that this rank holds in full; a second call is none."""
-        self.zero_grad()
+        self.close_window()
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         self.live.close()
         self.__dict__.pop("state", None)
         self._is_away, self._monitors = True, []
 
-    # --- freezing -------------------------------------------------------------------------------------------------
-
-    def _follow_flags(self) -> frozenset[str]:
-        """The parameters that are *still* in the next forward: they have optimizer state, and require no gradients.
-
-        Frozen parameters keep master and optimizer state, as with torch.optim, and are not updated. Parameters that are
-        unfrozen for the first time, and flat buffers that are partly still, need another plan, between two updates.
-
-        *Collective* where another plan is needed: every rank, which must have the same flags.
-
-        Raises:
-            RuntimeError: another plan is needed, and gradients were collected since the last update.
-            CollectiveError: another plan is needed on this rank, but not on one with other flags.
-        """
-        flags, window = self._flags.read(), self.open_window
-        if flags == self._seen and (window is not None or flags == self._unmixed):
-            return self._still
-        wanted = {name for name in self._held if self.live.own[name].requires_grad}
-        known = starts_of(self.train_step.plan)
-        still = frozenset(known.keys() - wanted)
-        rests = still if window is None else still & window.work.forwards.still
-        if not wanted <= known.keys() or self._cut_by(rests):
-            if window is not None and window.loss_stats:
-                changed = sorted(wanted - known.keys()) or sorted(still)
-                raise RuntimeError(
-                    f"requires_grad: must change between engine.step() and the next forward where flat buffers must be laid out "
-                    f"anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "
-                    f"engine.zero_grad() first"
-                )
-            if window is not None:
-                window.work.close()
-                self.open_window = None
-            old = self.train_step
-            meet("Engine.forward with other requires_grad flags", old.runtime.mesh.world)
-            new = self._step_for(wanted | known.keys(), known)
-            state = reshard(self.state, old, new)
-            assert state is not None, "every rank is in both jobs"
-            self.take_over(new, state)
-            rests = still
-        if rests == still:
-            self._unmixed = flags
-        self._seen, self._still = flags, still
-        self.live.follow_flags()
-        return still
-
-    def _cut_by(self, still: frozenset[str]) -> bool:
-        """Whether a trained flat buffer holds both still and other parameters."""
-        trained = (set(b.layout.names) for b in self.train_step.plan.flat_buffers if b.trainable)
-        return any(names & still and not names <= still for names in trained)
-
-    def _step_for(self, trained: Collection[str], starts: Mapping[str, int]) -> TrainStep:
-        """A step that trains these parameters; those that require no gradients get flat buffers of their own.
-
-        *Collective:* every rank. `starts`: when the optimizer state of each began (`starts_of`); for others it begins now.
-        """
-        numbers: dict[tuple[int, bool], int] = {(start, True): start for start in starts.values()}
-        anew = 1 + max(numbers.values(), default=-1)
-        found = {}
-        for name in sorted(trained):
-            kind = (starts.get(name, anew), self.live.own[name].requires_grad)
-            found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
-        old = self.train_step
-        return self._made(replace(old.recipe, trained=frozenset(trained), starts=found))
-
-    def _made(self, recipe: StepSpec) -> TrainStep:
-        """Another step of the same ranks. *Collective:* every rank."""
-        with self.live.shaped():
-            step = TrainStep(recipe, self.train_step.runtime.ranks)
-        step.runtime.learned.origin.close()
-        return step
-
-    def step_to_load(self, starts: Mapping[str, int]) -> TrainStep:
-        """The step that continues from a checkpoint: the present one if its optimizer states began alike, else a new one.
-
-        *Collective* where it is new: every rank.
-
-        Args:
-            starts: when the optimizer state of each parameter in the checkpoint began.
-        """
-        plan = self.train_step.plan
-        trained = {name for name in self._held if name in starts or self.live.own[name].requires_grad}
-        buffers = [buffer.layout.names for buffer in plan.flat_buffers if buffer.trainable]
-        began_together = all(len({starts.get(name) for name in names}) == 1 for names in buffers)
-        is_same = began_together and trained == starts_of(plan).keys()
-        return self.train_step if is_same else self._step_for(trained, starts)
+    # --- the memory of the state ----------------------------------------------------------------------------------
 
     def take_over(self, step: TrainStep, state: TrainState[Tensor]) -> None:
         """Continues with a state, and with the step to which it belongs."""
         if step is not self.train_step:
             self.train_step = step if self.comms_log is None else step.observed(self.comms_log)
             self.live.follow(step.plan)
-            self._seen = self._unmixed = None
+            self.layouts.forget()
         self.state = state
         self.show_state()
 
-    # --- the memory of the state ----------------------------------------------------------------------------------
-
     def active_step(self) -> TrainStep:
+        """The step, once the module buffers that the script has assigned are in the state."""
         if self._is_away:
             raise RuntimeError(
                 "engine: its state is offloaded or destroyed (offload_states, destroy); call reload_states first"
             )
+        self.live_buffers.take()
         return self.train_step
 
     def _move(self, device: torch.device) -> None:
@@ -346,6 +252,21 @@ class HoldsModule(Accessors):
             self.show_state()
 
     def show_state(self) -> None:
-        """Makes the module's parameters and buffers views of the state."""
+        """Makes the module's parameters views of the state, and shows its buffers, or the window's."""
         self.live.look_at(self.state.params, self.train_step.device)
-        self.live.look_at_buffers(self.state.buffers)
+        self._show_buffers()
+
+    def close_window(self) -> None:
+        """Drops the gradients and forwards since the last update; the state keeps what they wrote into module buffers."""
+        window, self.open_window = self.open_window, None
+        if window is not None:
+            window.work.close()
+            self.state = self.state._replace(buffers=window.buffers)
+            self._show_buffers()
+
+    def _show_buffers(self) -> None:
+        window = self.open_window
+        if window is None:
+            self.live_buffers.show(self.state.buffers)
+        else:
+            self.live_buffers.show(window.buffers, window.before)

@@ -153,7 +153,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         """
         engine = self._engine()
         step = engine.active_step()
-        engine.zero_grad()
+        engine.close_window()
         engine.state = load_state_dict(step, engine.state, self.param_groups, state_dict)
         engine.show_state()
 

@@ -64,7 +64,7 @@ class PartitionedParameter(nn.Parameter):
 
 
 class LiveParams:
-    """The parameters and buffers of a module, as views of those of a state.
+    """The parameters of a module, as views of those of a state.
 
     Attributes:
         own: the module's parameters by their first names.
@@ -74,7 +74,6 @@ class LiveParams:
     def __init__(self, model: nn.Module, plan: Plan, rank: int) -> None:
         self.model, self.plan, self._rank = model, plan, rank
         self._slots: list[tuple[nn.Module, str, str]] = []
-        self._buffer_slots: list[tuple[nn.Module, str, str]] = []
         self.own: dict[str, nn.Parameter] = {}
         self.shown: set[str] = set()
         for prefix, module in model.named_modules():
@@ -87,9 +86,6 @@ class LiveParams:
                         self.own[name] = nn.Parameter(torch.empty(0), param.requires_grad) if is_new else param
                     module._parameters[key] = self.own[name]
                     self._slots.append((module, key, name))
-            for key, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._buffer_slots.append((module, key, plan.aliases.get(dot + key, dot + key)))
         self._names = {id(param): name for name, param in self.own.items()}
         self._indices = {name: index for index, name in enumerate(self.own)}
         self._own: dict[str, Tensor | None] = {}  # this rank's elements, 1-d; None in files
@@ -146,10 +142,6 @@ class LiveParams:
                 first, end = (min(max(place, start), stop) - start for place in layout.bounds(name))
                 self._own[name] = flat.detach()[first:end] if isinstance(flat, Tensor) else None
                 self.hide(name, shape, flat.dtype, device)
-
-    def look_at_buffers(self, buffers: Mapping[str, Tensor]) -> None:
-        for module, key, name in self._buffer_slots:
-            module._buffers[key] = buffers[name]
 
     def show(self, name: str, value: Tensor) -> None:
         """Sets a parameter's values."""

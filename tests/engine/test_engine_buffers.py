@@ -1,0 +1,208 @@
+"""A module's buffers under an engine are those of a plain loop, whatever the script does with them, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool
+from torch import Tensor, nn
+
+import fzero
+
+D = 6
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lower, self.norm, self.upper, self.table = nn.Linear(D, D), nn.BatchNorm1d(D), nn.Linear(D, D), Table()
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.table.calls += 1
+        x = self.norm(torch.tanh(self.lower(x))) * self.table.scale[0] * self.table.cache[0]
+        return nn.functional.mse_loss(self.upper(x), y)
+
+
+def batch(index: int, rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(10 * index + rank)
+    return torch.randn(4, D, generator=generator), torch.randn(4, D, generator=generator)
+
+
+def _load(module: Any, *, assign: bool) -> None:
+    values = {"table.scale": torch.full((3,), 0.5), "norm.running_mean": torch.ones(D)}
+    module.load_state_dict(values, strict=False, assign=assign)
+
+
+def _without_gradients(module: Any) -> None:
+    with torch.no_grad():
+        module(*batch(77, 0))
+
+
+HOW: dict[str, Callable[[Any], object]] = {
+    "fill_": lambda m: m.table.scale.fill_(0.5),
+    "through .data": lambda m: m.table.scale.data.fill_(0.5),
+    "index": lambda m: m.table.scale.__setitem__(0, 0.25),
+    "mul_ by what forwards wrote": lambda m: m.table.scale.mul_(m.table.calls.float() / 7),
+    "assign": lambda m: setattr(m.table, "scale", torch.full((3,), 0.5)),
+    "assign what is not saved": lambda m: setattr(m.table, "cache", torch.full((2,), 0.5)),
+    "register again": lambda m: m.table.register_buffer("scale", torch.full((3,), 0.5)),
+    "assign a counter": lambda m: setattr(m.table, "calls", torch.tensor(100)),
+    "zero a counter": lambda m: m.table.calls.zero_(),
+    "reset_running_stats": lambda m: m.norm.reset_running_stats(),
+    "assign a statistic": lambda m: setattr(m.norm, "running_mean", torch.full((D,), 0.5)),
+    "load_state_dict": lambda m: _load(m, assign=False),
+    "load_state_dict, assign": lambda m: _load(m, assign=True),
+    "a forward without gradients": _without_gradients,
+}
+WHEN = ("between two updates", "after a forward", "after a backward", "between micro-steps")
+Found = tuple[list[float], dict[str, Tensor]] | str
+
+
+def _script(use: Callable[[], object], when: str, forward: Any, backward: Any, step: Any) -> list[Any]:
+    """Three updates of two micro-steps each, and one use of the buffers; returns the losses."""
+    losses = []
+    for index in range(6):
+        if index == 2 and when == "between two updates":
+            use()
+        loss = forward(index)
+        if index == 3 and when == "after a forward":
+            use()
+        backward(loss)
+        losses.append(loss)
+        if index == 3 and when == "after a backward":
+            use()
+        step(index)
+        if index == 2 and when == "between micro-steps":
+            use()
+    return losses
+
+
+def _plain(how: str, when: str, world_size: int) -> Found:
+    """One module per rank; gradients, and at an update buffers, are averaged."""
+    torch.manual_seed(0)
+    first = Net()
+    modules = [first, *(copy.deepcopy(first) for _ in range(world_size - 1))]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.2) for module in modules]
+
+    def update(index: int) -> None:
+        if index % 2 == 0:
+            return
+        for params in zip(*(module.parameters() for module in modules), strict=True):
+            mean = torch.stack([param.grad for param in params]).mean(0)
+            for param in params:
+                param.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            for buffers in zip(*(module.buffers() for module in modules), strict=True):
+                is_float = buffers[0].is_floating_point()
+                agreed = torch.stack(buffers).mean(0) if is_float else buffers[0].clone()
+                for buffer in buffers:
+                    buffer.copy_(agreed)
+
+    def on_each(index: int) -> list[Tensor]:
+        return [module(*batch(index, rank)) for rank, module in enumerate(modules)]
+
+    def back(losses: list[Tensor]) -> None:
+        for loss in losses:
+            (loss / 2).backward()
+
+    try:
+        losses = _script(lambda: [HOW[how](module) for module in modules], when, on_each, back, update)
+    except RuntimeError as error:
+        return str(error)
+    means = [float(torch.stack([x.detach() for x in each]).mean()) for each in losses]
+    return means, {name: x.clone() for name, x in first.state_dict().items()}
+
+
+def _engine(how: str, when: str, stage: int) -> Found:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }  # fmt: skip
+    engine: Any = fzero.initialize(model=Net(), config=config)[0]
+    axis = engine.train_step.runtime.mesh.world
+    try:
+        found = _script(
+            lambda: HOW[how](engine.module), when, lambda i: engine(*batch(i, axis.rank)), engine.backward,
+            lambda _: engine.step(),
+        )  # fmt: skip
+    except RuntimeError as error:
+        return str(error)
+    losses = [x.item() for x in found]
+    if axis.size > 1:
+        every = fzero.comms.collectives.exchange(losses, axis, label=fzero.comms.records.Label("other"))
+        losses = [sum(each) / axis.size for each in zip(*every, strict=True)]
+    return losses, engine.module_state_dict()
+
+
+def _table(how: str, stages: tuple[int, ...]) -> dict[tuple[str, int], Found]:
+    return {(when, stage): _engine(how, when, stage) for when in WHEN for stage in stages}
+
+
+def _check(how: str, found: dict[tuple[str, int], Found], world_size: int) -> None:
+    for (when, stage), of_engine in found.items():
+        plain = _plain(how, when, world_size)
+        if isinstance(plain, str):  # autograd refuses a write into what its backward needs
+            assert "modified by an inplace operation" in plain
+            assert isinstance(of_engine, str) and "in place" in of_engine.replace("inplace", "in place"), (when, stage)
+            continue
+        assert not isinstance(of_engine, str), (when, stage, of_engine)
+        # means of two losses, and of buffers over the ranks, are rounded
+        torch.testing.assert_close(of_engine, plain, rtol=1e-5, atol=1e-5, msg=f"{when}, stage {stage}".__add__)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_buffer_that_a_script_writes_or_assigns_is_the_one_of_a_plain_loop(how: str) -> None:
+    _check(how, _table(how, (0, 1, 2, 3)), 1)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_so_it_is_on_two_ranks(ranks: RankPool, how: str) -> None:
+    _check(how, ranks(2, _table, how, (0, 3))[0], 2)
+
+
+@pytest.mark.parametrize(
+    "value", [torch.ones(4), torch.ones(3, dtype=torch.double), None], ids=["shape", "dtype", "none"]
+)
+@pytest.mark.parametrize("call", ["forward", "save_checkpoint", "module_state_dict"])
+def test_a_buffer_of_another_form_is_refused_by_name(value: Tensor | None, call: str, tmp_path: Any) -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
+    engine: Any = fzero.initialize(model=Net(), config=config)[0]
+    arguments = {"forward": batch(0, 0), "save_checkpoint": (tmp_path,), "module_state_dict": ()}[call]
+    engine.module.table.scale = value
+    with pytest.raises(ValueError, match=r"buffer 'table\.scale': must (keep|remain)"):
+        getattr(engine, call)(*arguments)
+
+
+def test_statistics_of_forwards_without_gradients_are_saved(tmp_path: Any) -> None:
+    """`torch.optim.swa_utils.update_bn` recomputes them."""
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.2}}}
+    torch.manual_seed(0)
+    plain = Net()
+    engine: Any = fzero.initialize(model=copy.deepcopy(plain), config=config)[0]
+    for module in (plain, engine):
+        with torch.no_grad():
+            for index in range(3):
+                module(*batch(index, 0))
+    engine.save_checkpoint(tmp_path)
+    other: Any = fzero.initialize(model=Net(), config=config)[0]
+    other.load_checkpoint(tmp_path)
+    for name, buffer in plain.named_buffers():
+        if name != "table.cache":
+            assert torch.equal(other.module.get_buffer(name), buffer), name
