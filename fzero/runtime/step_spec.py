@@ -11,6 +11,7 @@ import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -60,9 +61,12 @@ class MismatchError(ValueError):
     """The ranks of one job were given different models, configurations or hyper-parameters."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StepSpec:
-    """The checked arguments of `make_train_step`, which documents them, and the device of a model on `meta`."""
+    """The checked arguments of `make_train_step`, which documents them, and the device of a model on `meta`.
+
+    What follows from them is made once, when it is first asked for.
+    """
 
     model: nn.Module
     cfg: Config
@@ -189,12 +193,12 @@ class StepSpec:
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
 
-    @property
+    @cached_property
     def optimizers(self) -> Sequence[OptimizerBlock | UserTransform]:
         """The optimizer of each parameter group."""
         return optimizers_of(self.cfg, self.param_groups, self.transform)
 
-    @property
+    @cached_property
     def rates(self) -> list[Schedule]:
         """The learning rate of each parameter group, as a function of the number of updates so far."""
         cfg, optimizers = self.cfg, self.optimizers
@@ -210,7 +214,7 @@ class StepSpec:
             return [one.rate(group.lr) for one, group in zip(schedulers, optimizers, strict=True)]
         return [_rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
 
-    @property
+    @cached_property
     def group_names(self) -> list[str]:
         """The name of each parameter group in messages, in the order of `rates`."""
         rest = "all that no other group takes" if self.param_groups else "all parameters"
@@ -218,7 +222,7 @@ class StepSpec:
         names = [repr(match) if isinstance(match, str) else "chosen by a function" for match in patterns]
         return [f"group {index} ({name})" for index, name in enumerate([rest, *names])]
 
-    @property
+    @cached_property
     def momentum(self) -> Schedule | None:
         """The first beta as a function of the number of updates so far, where the scheduler changes it."""
         cfg = self.cfg
@@ -235,7 +239,7 @@ class StepSpec:
             return None
         return momentum
 
-    @property
+    @cached_property
     def checkpointing(self) -> Checkpointing | None:
         """The modules that run again in the backward, and the memory of their inputs; None if there are no such modules."""
         field, choice, block = "checkpoint", self.checkpoint, self.cfg.activation_checkpointing
@@ -281,7 +285,7 @@ class StepSpec:
         """The module buffers that hold (min, max) of quantized inputs."""
         return frozenset() if self.compress is None else self.compress.ranges
 
-    @property
+    @cached_property
     def statistics(self) -> set[str]:
         """The names of buffers with running statistics.
 
@@ -294,7 +298,7 @@ class StepSpec:
             for buffer, _ in module.named_buffers(recurse=False)
         }
 
-    @property
+    @cached_property
     def stored_names(self) -> dict[str, str]:
         """The keys of the model's state dict, each with the name under which its tensor is stored.
 
