@@ -123,6 +123,19 @@ class Placement:
                 f"Placement: path is for kind 'nvme' only, got {self.path!r} with kind {self.kind!r}; drop path"
             )
 
+    @property
+    def in_file(self) -> bool:
+        """Whether the tensor is no memory, but a file."""
+        return self.kind == "nvme"
+
+    def is_here(self, device: str) -> bool:
+        """Whether a device of this type computes with the memory itself: its own; for a CPU, also the host's.
+
+        >>> [Placement("host").is_here(device) for device in ("cuda", "cpu")]
+        [False, True]
+        """
+        return self.kind == "device" or (self.kind == "host" and device == "cpu")
+
 
 DEVICE = Placement()
 

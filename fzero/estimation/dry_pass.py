@@ -53,8 +53,7 @@ class DryPass:
         self.ledger, self.plan, self._compressed = ledger, ledger.plan, compressed
         self._kept = kept_units(self.plan, compressed) if compressed else frozenset[str]()
         self._seen: dict[str, int] = {}  # bytes of compressed values, by unit
-        here = ("device", "host") if ledger.device == "cpu" else ("device",)
-        self.scheduler = UnitScheduler(self.plan.inner.unit_rules, here=here)
+        self.scheduler = UnitScheduler(self.plan.inner.unit_rules, device=ledger.device)
         self._units = {unit.name: unit for unit in self.plan.units}
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
@@ -242,7 +241,7 @@ class DryPass:
             if home.adds_held or home.adds_late:
                 ledger.touch(3 * nbytes)
             if not ledger.is_here(buffer.grads):
-                while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.kind == "nvme":
+                while len(self._leaving) >= MOST_LEAVING and buffer.grads.placement.in_file:
                     ledger.lanes.wait(buffer.key, self._leaving.popleft())
                 self._leaving.append(
                     ledger.write_back(buffer.grads, nbytes, f"write_back {buffer.key}", adds=home.adds_late)

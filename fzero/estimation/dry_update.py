@@ -104,7 +104,7 @@ def _groups(ledger: MemoryLedger, buffer: FlatParamPlan) -> Iterator[_Group]:
 def _moves(ledger: MemoryLedger, spec: TensorSpec, on_host: bool) -> Iterator[tuple[Lane, float, bool]]:
     """The transfers of a tensor for its update: (lane, rate, whether it is the fetch and not the write-back)."""
     machine = ledger.machine
-    if spec.placement.kind == "nvme":
+    if spec.placement.in_file:
         yield from (("files", machine.disk, True), ("files", machine.disk, False))
     elif ledger.is_here(spec) == (on_host and ledger.device == "cuda"):
         yield from (("back", machine.host, on_host), ("host", machine.host, not on_host))

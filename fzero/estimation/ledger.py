@@ -111,14 +111,14 @@ class MemoryLedger:
 
     def is_here(self, spec: TensorSpec) -> bool:
         """Whether a tensor lives where the model is."""
-        return spec.placement.kind == "device" or (spec.placement.kind == "host" and self.device == "cpu")
+        return spec.placement.is_here(self.device)
 
     def fetch(self, spec: TensorSpec, nbytes: int, label: str) -> float:
         """Copies an offloaded tensor from host memory or a file to the device. Returns the end time."""
         if self.is_here(spec):
             return 0.0
         end = 0.0
-        if spec.placement.kind == "nvme":
+        if spec.placement.in_file:
             end = self.lanes.start("files", label, nbytes / self.machine.disk)
         return end if self.device == "cpu" else self.lanes.start("host", label, nbytes / self.machine.host, after=end)
 
@@ -134,6 +134,6 @@ class MemoryLedger:
         end = 0.0
         if self.device == "cuda":
             end = self.lanes.start("back", label, nbytes / self.machine.host)
-        if spec.placement.kind == "nvme":
+        if spec.placement.in_file:
             end = self.lanes.start("files", label, nbytes * (1 + adds) / self.machine.disk, after=end)
         return end

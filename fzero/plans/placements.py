@@ -135,7 +135,7 @@ def _check_buffers(
 ) -> None:
     """Raises a ConfigError where shards of parameters in files do not fit the configured host buffers."""
     block = cfg.zero_optimization.offload_param
-    in_files = [[b.key for b in u.buffers if b.key in params and params[b.key].kind == "nvme"] for u in units]
+    in_files = [[b.key for b in u.buffers if b.key in params and params[b.key].in_file] for u in units]
     longest = max((shard_numels[key] for keys in in_files for key in keys), default=0)
     most = max(map(len, in_files), default=0)
     if block is not None and block.buffer_size is not None and block.buffer_size < longest:

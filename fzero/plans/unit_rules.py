@@ -8,30 +8,30 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
-from sharding import Mesh
+from sharding import Mesh, Placement
 
 
 class FlatGrad(NamedTuple):
     """A trained flat buffer for the scheduler: its key, the elements in memory only until its reduction ends, whether this rank
-    keeps the full gradient, and the memory of that gradient."""
+    keeps the full gradient, and where that gradient lives."""
 
     key: str
     numel: int
     is_full: bool
-    memory: Literal["device", "host", "nvme"]
+    placement: Placement
 
     @classmethod
     def of(cls, buffer: FlatParamPlan, mesh: Mesh, *, is_hooked: bool = False) -> Self:
         """`is_hooked`: whether a comm hook sends it."""
-        flow, memory = buffer.flow, buffer.grads.placement.kind
+        flow, placement = buffer.flow, buffer.grads.placement
         is_full = buffer.grads.local_shape(mesh) == (buffer.padded_numel,)
         # Two ranks sum the state's own tensor in place. More ranks receive parts, in memory of about its size.
         is_in_place = flow.reduces_to == "full" and flow.send_dtype == flow.keep_dtype and mesh.size <= 2
-        is_free = is_in_place and memory == "device" and not is_hooked
-        return cls(buffer.key, 0 if is_free else buffer.padded_numel, is_full, memory)
+        is_free = is_in_place and placement.kind == "device" and not is_hooked
+        return cls(buffer.key, 0 if is_free else buffer.padded_numel, is_full, placement)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class UnitRule:
             hook_states: the keys of flat buffers whose comm hook has a state.
         """
         # On one shard the model computes with the very memory that a file was read into.
-        num_staged = sum(b.param_placement.kind == "nvme" for b in unit.buffers) if num_shards == 1 else 0
+        num_staged = sum(b.param_placement.in_file for b in unit.buffers) if num_shards == 1 else 0
         grads = tuple(FlatGrad.of(buffer, mesh, is_hooked=is_hooked) for buffer in unit.buffers if buffer.trainable)
         return cls(unit.gathered_numel, num_staged, grads, any(grad.key in hook_states for grad in grads))
 

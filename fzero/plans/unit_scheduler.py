@@ -28,7 +28,7 @@ starts it. A request that causes it is a method that returns a tuple.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -66,8 +66,7 @@ class UnitScheduler:
 
     Args:
         rules: the units of the plan.
-        here: the kinds of memory that the device uses directly; a gradient in any other is written back while the backward
-            goes on.
+        device: the type of the rank's device; a gradient that does not live there is written back while the backward goes on.
         is_alone: whether no other rank takes part; every event is agreed then.
 
     Attributes:
@@ -76,8 +75,8 @@ class UnitScheduler:
         wish: the event that this rank negotiates, `END` at the end of a run; None otherwise.
     """
 
-    def __init__(self, rules: UnitRules, *, here: Collection[str] = ("device",), is_alone: bool = False) -> None:
-        self._rules, self._here, self._is_alone = rules, here, is_alone
+    def __init__(self, rules: UnitRules, *, device: str = "cuda", is_alone: bool = False) -> None:
+        self._rules, self._device, self._is_alone = rules, device, is_alone
         self.in_forward = True
         self.executed: list[Event] = []
         self.wish: Event | None = None
@@ -335,7 +334,7 @@ class UnitScheduler:
         out.append(event)
         self._in_flight.append(event.unit)
         self._num_reducing += unit.reduced_numel
-        if any(grad.memory not in self._here for grad in started):
+        if not all(grad.placement.is_here(self._device) for grad in started):
             # A gradient that lives in other memory is written there while the next unit's backward runs.
             while len(self._in_flight) > (self._rules.world_size > 1):
                 self._end_reduce(out)

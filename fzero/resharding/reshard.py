@@ -95,7 +95,7 @@ def reshard(state: TrainState[Tensor] | None, old: AnyStep, new: AnyStep) -> Tra
     numbers = _merged(report.numbers for report in world)
     chosen = chosen_numbers(plan.numbers, numbers)
     # A stage without parameters has no files, and agrees with the others.
-    has_files = [any(p.kind == "nvme" for plan in staged.stages for p in plan.placements.values()) for staged in plans]
+    has_files = [any(p.in_file for plan in staged.stages for p in plan.placements.values()) for staged in plans]
     files = _make_files(new, axis) if has_files[1] else None
     made = None
     if mine.new is not None:

@@ -49,8 +49,7 @@ class Sequencer:
         self._units = {unit.name: unit for unit in plan.units}
         self._flats = plan.flats
         self._gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
-        here = ("device", "host") if gathers.device.type == "cpu" else ("device",)
-        make = partial(UnitScheduler, plan.unit_rules, here=here, is_alone=mesh.world.size == 1)
+        make = partial(UnitScheduler, plan.unit_rules, device=gathers.device.type, is_alone=mesh.world.size == 1)
         self._replay = Replay(make, learned.answers)
         self.phase: Phase = "forward"
         self._run: Run = ()

@@ -137,12 +137,8 @@ class StepSpec:
 
     def check_placements(self, the_plan: Plan) -> None:
         """Raises a ConfigError where a step does not support the placements of its plan."""
-        kinds = {"nvme"} if self.device.type == "cpu" else {"nvme", "host"}  # on the CPU, host memory is the device's
-        away = {name: p.kind for name, p in the_plan.placements.items() if p.kind in kinds}
-        if not away:
-            return
-        name = next(iter(away))
-        if not self.donate and "nvme" in away.values():
+        name = next((name for name, placement in the_plan.placements.items() if placement.in_file), None)
+        if name is not None and not self.donate:
             raise ConfigError(
                 f"donate: must be True where state is in files, because they hold one generation only, got False with {name} on "
                 f"'nvme'; drop it, or leave the state in memory"

@@ -35,7 +35,7 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
     wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
     longest = max((buffer.flow.updated_numel for buffer in trained), default=0)
     specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
-    most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.kind == "nvme"))
+    most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.in_file))
     copied, num_in_files, width, extra = {"device": 0, "host": 0}, 0, 0, 0
     for buffer in [buffer for buffer in trained if not buffer.updates_whole]:
         tensors = [*updated_specs(buffer, plan), *([buffer.params] if buffer.has_master else ())]
@@ -43,9 +43,9 @@ def stream_buffers(plan: Plan) -> StreamBuffers:
         numel = min(most, buffer.flow.updated_numel)
         copies = [numel * itemsize(spec.dtype) for spec in tensors if spec.placement.kind == elsewhere]
         copied[there] = max(copied[there], sum(map(pinned_nbytes, copies) if there == "host" else copies))
-        widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.kind == "nvme"]
+        widths = [itemsize(spec.dtype) for spec in tensors if spec.placement.in_file]
         # New parameters need a buffer in addition to the master that they are cast from.
-        beside = buffer.has_master and buffer.params.placement.kind == "nvme"
+        beside = buffer.has_master and buffer.params.placement.in_file
         num_in_files, extra = max(num_in_files, len(widths) - beside), max(extra, int(beside))
         width = max([width, *widths])
     num_alive = 1 + sum(plan.streaming.ahead(num_in_files).values())
@@ -90,7 +90,7 @@ def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:
     updated, grad, *kept = updated_specs(buffer, plan)
     if buffer.has_master or updated.placement.kind != "device":
         kept.append(updated)
-    in_files = any(spec.placement.kind == "nvme" for spec in (buffer.params, updated, grad, *kept))
+    in_files = any(spec.placement.in_file for spec in (buffer.params, updated, grad, *kept))
     is_away = bool(kept) and all(spec.placement.kind != "device" for spec in kept)
     return (in_files or is_away) and not buffer.updates_whole
 
@@ -109,7 +109,7 @@ def staged_from_files(plan: Plan) -> int:
     """
 
     def in_file(spec: TensorSpec) -> int:
-        return spec.local_nbytes(plan.mesh) if spec.placement.kind == "nvme" else 0
+        return spec.local_nbytes(plan.mesh) if spec.placement.in_file else 0
 
     params = [sum(in_file(buffer.params) for buffer in unit.buffers) for unit in plan.units]
     grads = [in_file(buffer.grads) for buffer in plan.flat_buffers if buffer.trainable]

@@ -90,9 +90,9 @@ class StateMemory:
 
     def kind(self, placement: Placement) -> Place:
         """The memory of a tensor with this placement."""
-        if placement.kind == "device":
+        if placement.is_here(self.device.type) or placement.kind == "device":
             return "here"
-        return "here" if placement.kind == "host" and self.device.type == "cpu" else placement.kind
+        return placement.kind
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
         """Whether a tensor that an update of this buffer reads or writes lives off the device."""
@@ -177,7 +177,7 @@ class StateMemory:
             return  # the usual case at once
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             in_file = not isinstance(leaf, Tensor)
-            if in_file != (spec.placement.kind == "nvme"):
+            if in_file != spec.placement.in_file:
                 raise ValueError(
                     f"{name}: must live on {spec.placement.kind!r} in this step, got {leaf!r}; move the state there with "
                     f"fzero.place(state, step)"

@@ -273,7 +273,7 @@ class TrainingMachine(RuleBasedStateMachine):
         raise_first("every tensor is as the specs say", *self._faults(fault))
         specs = optree.tree_leaves(self.step.specs)
         for spec, x in zip(specs, optree.tree_leaves(self.state), strict=True):
-            mismatch = f"{spec} is {x!r}" if isinstance(x, FileTensors) != (spec.placement.kind == "nvme") else None
+            mismatch = f"{spec} is {x!r}" if isinstance(x, FileTensors) != spec.placement.in_file else None
             raise_first("every tensor lives where the specs say", mismatch)
 
     def all_ranks_agree_on_what_they_all_hold(self) -> None:

@@ -14,6 +14,9 @@ from fzero.plans.schedule_check import CHECKS, check_schedules
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Orders, Run, ScheduleError, serve
 from fzero.plans.unit_rules import FlatGrad, UnitRule, UnitRules
 from fzero.plans.unit_scheduler import UnitScheduler
+from sharding import DEVICE, Placement
+
+PLACEMENTS = (DEVICE, Placement("host"), Placement("nvme", path="files"))
 
 Visits = Sequence[str]
 """The units that a forward visits, one after the other."""
@@ -30,7 +33,7 @@ def unit_rules(draw: st.DrawFn, world_size: int | None = None) -> UnitRules:
     for index, size in enumerate(sizes):
         name = f"blocks.{index}"
         grads = tuple(
-            FlatGrad(f"{name}/{kind}", numel, is_full, draw(st.sampled_from(["device", "host", "nvme"])))
+            FlatGrad(f"{name}/{kind}", numel, is_full, draw(st.sampled_from(PLACEMENTS)))
             for kind, numel in enumerate(draw(st.lists(st.sampled_from([0, 8, 32]), max_size=2)))
         )
         units[name] = UnitRule(size, draw(st.integers(0, 1)), grads, remembers)
@@ -61,7 +64,7 @@ def steps(draw: st.DrawFn, world_size: int | None = None) -> tuple[UnitRules, Vi
 
 # --- a step without tensors --------------------------------------------------------------------------------------
 
-here = st.sampled_from([("device",), ("device", "host")])
+devices = st.sampled_from(["cuda", "cpu"])
 
 
 @dataclass
@@ -142,11 +145,11 @@ def train(
     orders: Orders,
     *,
     num_micro_steps: int = 1,
-    here: tuple[str, ...] = ("device",),
+    device: str = "cuda",
 ) -> list[list[Event]]:
     """One step of all ranks; returns their records. Learns orders, or follows them."""
     alone = len(visits_by_rank) == 1
-    ranks = [Rank(rules, UnitScheduler(rules, here=here, is_alone=alone), []) for _ in visits_by_rank]
+    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), []) for _ in visits_by_rank]
     for micro_step in range(num_micro_steps):
         for kind in ("forward", "backward"):
             run: Run = (kind, 0)
@@ -175,34 +178,34 @@ def whole(rules: UnitRules, visits: Visits) -> Orders:
 # --- laws --------------------------------------------------------------------------------------------------------
 
 
-@given(steps(), here, st.integers(1, 3))
+@given(steps(), devices, st.integers(1, 3))
 def test_the_checker_accepts_every_schedule_of_ranks_that_run_the_same_model(
-    step: tuple[UnitRules, Visits], here: tuple[str, ...], num_micro_steps: int
+    step: tuple[UnitRules, Visits], device: str, num_micro_steps: int
 ) -> None:
     rules, visits = step
     for orders in (Orders(), whole(rules, visits)):
-        records = train(rules, [visits] * rules.world_size, orders, num_micro_steps=num_micro_steps, here=here)
+        records = train(rules, [visits] * rules.world_size, orders, num_micro_steps=num_micro_steps, device=device)
         peak = check_schedules(records, rules)
         used = [rules.units[unit].gathered_numel for unit in visits]
         assert max(used) <= peak <= rules.most_gathered()
 
 
-@given(st.data(), here)
-def test_the_checker_accepts_what_ranks_negotiate_that_skip_visits(data: st.DataObject, here: tuple[str, ...]) -> None:
+@given(st.data(), devices)
+def test_the_checker_accepts_what_ranks_negotiate_that_skip_visits(data: st.DataObject, device: str) -> None:
     rules, visits = data.draw(steps())
     skipping = [data.draw(subsequences(visits)) for _ in range(rules.world_size)]
-    records = train(rules, skipping, Orders(), here=here)
+    records = train(rules, skipping, Orders(), device=device)
     assert check_schedules(records, rules) <= rules.most_gathered(alike=False)
 
 
-@given(st.data(), here)
+@given(st.data(), devices)
 def test_the_checker_accepts_what_ranks_do_that_skip_visits_of_a_learned_order(
-    data: st.DataObject, here: tuple[str, ...]
+    data: st.DataObject, device: str
 ) -> None:
     rules, visits = data.draw(steps())
     orders = whole(rules, visits)
     skipping = [data.draw(subsequences(visits)) for _ in range(rules.world_size)]
-    records = train(rules, skipping, orders, here=here)
+    records = train(rules, skipping, orders, device=device)
     assert check_schedules(records, rules) <= rules.most_gathered(alike=False)
 
 
@@ -212,14 +215,14 @@ def subsequences(draw: st.DrawFn, visits: Visits) -> Visits:
     return [unit for unit in visits if draw(st.booleans())]
 
 
-@given(st.data(), here)
+@given(st.data(), devices)
 def test_the_checker_accepts_what_ranks_do_that_all_depart_from_a_learned_order(
-    data: st.DataObject, here: tuple[str, ...]
+    data: st.DataObject, device: str
 ) -> None:
     rules, visits = data.draw(steps())
     orders, others = whole(rules, visits), data.draw(models(rules))
     for _ in range(2):
-        records = train(rules, [others] * rules.world_size, orders, here=here)
+        records = train(rules, [others] * rules.world_size, orders, device=device)
         assert check_schedules(records, rules) <= rules.most_gathered(alike=False)
         found = Counter(event for event in records[0] if event.kind in ("boundary", "reduce"))
         trained = [name for name, unit in rules.units.items() if unit.grads]
@@ -264,13 +267,13 @@ def test_a_gather_starts_while_the_gathered_unit_before_it_is_in_use_exactly_whe
 OWN = sorted({*CHECKS} - {"use", "grad", "boundary"})
 
 
-@given(steps(), here, st.integers(1, 2), st.data())
+@given(steps(), devices, st.integers(1, 2), st.data())
 def test_a_schedule_that_lacks_any_event_is_rejected(
-    step: tuple[UnitRules, Visits], here: tuple[str, ...], num_micro_steps: int, data: st.DataObject
+    step: tuple[UnitRules, Visits], device: str, num_micro_steps: int, data: st.DataObject
 ) -> None:
     """A missing release, gather, wait, reduction, flat gradient: on one rank, or on all of them."""
     rules, visits = step
-    records = train(rules, [visits] * rules.world_size, Orders(), num_micro_steps=num_micro_steps, here=here)
+    records = train(rules, [visits] * rules.world_size, Orders(), num_micro_steps=num_micro_steps, device=device)
     places = [index for index, event in enumerate(records[0]) if event.kind in OWN]
     assume(places)
     place = data.draw(st.sampled_from(places))
@@ -281,12 +284,12 @@ def test_a_schedule_that_lacks_any_event_is_rejected(
         check_schedules(records, rules)
 
 
-@given(steps(), here, st.data())
+@given(steps(), devices, st.data())
 def test_a_schedule_with_any_event_twice_is_rejected(
-    step: tuple[UnitRules, Visits], here: tuple[str, ...], data: st.DataObject
+    step: tuple[UnitRules, Visits], device: str, data: st.DataObject
 ) -> None:
     rules, visits = step
-    records = train(rules, [visits] * rules.world_size, Orders(), here=here)
+    records = train(rules, [visits] * rules.world_size, Orders(), device=device)
     places = [index for index, event in enumerate(records[0]) if event.kind in OWN]
     assume(places)
     place = data.draw(st.sampled_from(places))
@@ -296,12 +299,12 @@ def test_a_schedule_with_any_event_twice_is_rejected(
         check_schedules(records, rules)
 
 
-@given(steps(), here)
+@given(steps(), devices)
 def test_a_unit_that_is_gathered_again_before_its_release_is_rejected(
-    step: tuple[UnitRules, Visits], here: tuple[str, ...]
+    step: tuple[UnitRules, Visits], device: str
 ) -> None:
     rules, visits = step
-    records = train(rules, [visits] * rules.world_size, Orders(), here=here)
+    records = train(rules, [visits] * rules.world_size, Orders(), device=device)
     place = next((index for index, event in enumerate(records[0]) if event.kind == "wait_gather"), None)
     assume(place is not None)
     for record in records:
@@ -359,8 +362,12 @@ def test_gathers_beyond_the_bound_are_rejected(sizes: list[int]) -> None:
 @given(steps())
 def test_reductions_beyond_the_bound_are_rejected(step: tuple[UnitRules, Visits]) -> None:
     rules, visits = step
-    rules = replace(rules, max_reducing=10**6)
-    records = train(rules, [visits] * rules.world_size, Orders(), here=("device", "host", "nvme"))
+    here = {
+        name: replace(unit, grads=tuple(grad._replace(placement=DEVICE) for grad in unit.grads))
+        for name, unit in rules.units.items()
+    }
+    rules = replace(rules, units=here, max_reducing=10**6)
+    records = train(rules, [visits] * rules.world_size, Orders())
     trained = [unit.reduced_numel for unit in rules.units.values() if unit.grads]
     assume(len(trained) > 1)
     check_schedules(records, rules)
@@ -369,7 +376,7 @@ def test_reductions_beyond_the_bound_are_rejected(step: tuple[UnitRules, Visits]
 
 
 def test_gradients_after_the_reduction_of_their_unit_raise() -> None:
-    rules = UnitRules({"a": UnitRule(8, 0, (FlatGrad("a/f", 8, False, "device"),), False)}, 1, 1, True, 8, 8, None)
+    rules = UnitRules({"a": UnitRule(8, 0, (FlatGrad("a/f", 8, False, DEVICE),), False)}, 1, 1, True, 8, 8, None)
     scheduler = UnitScheduler(rules)
     scheduler.begin([Event("reduce", "a")])
     scheduler.begin_backward(is_last=True)
@@ -383,7 +390,7 @@ def test_gradients_after_the_reduction_of_their_unit_raise() -> None:
 
 def rules_of(**numels: int) -> UnitRules:
     """Two ranks, and units of one flat buffer each, whose comm hooks keep a state."""
-    units = {n: UnitRule(size, 0, (FlatGrad(f"{n}/f", size, False, "device"),), True) for n, size in numels.items()}
+    units = {n: UnitRule(size, 0, (FlatGrad(f"{n}/f", size, False, DEVICE),), True) for n, size in numels.items()}
     return UnitRules(units, 2, 2, True, max_live=1000, max_reducing=1000, max_staged=None)
 
 
