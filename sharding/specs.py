@@ -10,11 +10,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from sharding.checks import check_at_least, check_index, check_shape
 from sharding.dtypes import ITEMSIZES, itemsize
 from sharding.partition import Partition
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +91,8 @@ Spec: TypeAlias = Replicated | Sharded | Partial
 class Placement:
     """The memory that a tensor lives in: of the accelerator, of the host (pinned or not), or a file on NVMe.
 
+    Memory of another kind is a subclass that says when a device computes with it, and puts tensors there.
+
     Args:
         kind: `device`, `host` or `nvme`.
         pinned: whether tensors that a step copies are in page-locked host memory, so that copies overlap compute; host only.
@@ -135,6 +140,21 @@ class Placement:
         [False, True]
         """
         return self.kind == "device" or (self.kind == "host" and device == "cpu")
+
+    def put(self, x: "Tensor", *, crosses: bool = True) -> "Tensor":
+        """A copy in this memory of the host.
+
+        Args:
+            crosses: whether a step copies it to or from a device; only such tensors are pinned.
+        """
+        import torch
+
+        pinned = self.pinned and crosses and torch.cuda.is_available()
+        return torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x)
+
+    def holds(self, x: "Tensor", *, crosses: bool = True) -> bool:
+        """Whether a tensor is where `put` would put it."""
+        return x.device.type == "cpu" and x.is_pinned() == (self.pinned and crosses)
 
 
 DEVICE = Placement()

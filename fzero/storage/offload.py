@@ -29,7 +29,7 @@ from fzero.state import QUANTITIES, TrainState
 from fzero.storage.buffer_sizes import staged_from_files, updates_on_host
 from fzero.storage.file_agreement import agree
 from fzero.storage.file_tensor import FileSpec, FileTensor, StoredTensor, handles_of, renewed
-from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, to_host, with_long
+from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensors_of, with_long
 from fzero.storage.offload_wholes import update_wholes
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
@@ -277,14 +277,15 @@ class Offload(StateMemory):
     def _moved(self, x: StoredTensor, name: str, leaves: Leaves, files: StateFiles | None) -> StoredTensor:
         if isinstance(x, FileTensor) and x.files is files:
             return x
-        kind = self.kind(leaves.homes[name].placement)
+        placement = leaves.homes[name].placement
+        kind = self.kind(placement)
         if kind != "nvme":
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
                 return value.to(self.device)
-            pinned = self._is_pinned(leaves, name)
-            is_there = x is value and value.device.type == "cpu" and value.is_pinned() == pinned
-            return x if is_there else to_host(value, pinned=pinned)
+            crosses = self._crosses(leaves, name)
+            is_there = x is value and placement.holds(value, crosses=crosses)
+            return x if is_there else placement.put(value, crosses=crosses)
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
@@ -309,13 +310,13 @@ class Offload(StateMemory):
             elif kind == "host" or name in (*leaves.longs, leaves.grad):
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
-                tensors[name] = to_host(like, pinned=self._is_pinned(leaves, name)) if kind == "host" else like
+                is_away = kind == "host"
+                tensors[name] = home.placement.put(like, crosses=self._crosses(leaves, name)) if is_away else like
         return tensors
 
-    def _is_pinned(self, leaves: Leaves, name: str) -> bool:
-        """Whether to pin a tensor: only if a step copies it, because PyTorch takes up to twice the bytes for pinned memory."""
-        crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
-        return leaves.homes[name].placement.pinned and crosses
+    def _crosses(self, leaves: Leaves, name: str) -> bool:
+        """Whether a step copies a tensor. Only such a one is pinned: PyTorch takes up to twice the bytes for pinned memory."""
+        return name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
 
     def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, StoredTensor]]]) -> Mover:
         """The mover of each tensor to the device on which its buffer is updated."""

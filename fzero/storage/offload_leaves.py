@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
-import torch
-from torch import Tensor
 
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.storage.file_tensor import StoredTensor
@@ -84,8 +82,3 @@ def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, StoredTensor]) -
     """The optimizer state with these tensors in place of its long ones."""
     found, treespec = optree.tree_flatten(state)
     return treespec.unflatten([tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)])
-
-
-def to_host(x: Tensor, *, pinned: bool) -> Tensor:
-    """A copy in host memory."""
-    return torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned and torch.cuda.is_available()).copy_(x)
