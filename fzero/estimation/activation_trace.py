@@ -315,14 +315,12 @@ class _Recorder:
         self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}
         self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}
         self._anchor = torch.empty(0, requires_grad=True)
-        self._present, self._leaves = "", dict[str, Tensor]()
+        self._leaves = dict[str, Tensor]()
 
     def fetch(self, name: str) -> Tensor:
-        unit = self._units[name]
-        if unit.name != self._present:
-            self._present, self._leaves = unit.name, {}
+        if name not in self._leaves:  # all visits of a unit share its nodes of autograd, as in a step
             with torch.enable_grad():
-                for buffer in unit.buffers:
+                for buffer in self._units[name].buffers:
                     for own in buffer.layout.names:
                         param = self.params[own]
                         self._leaves[own] = _gate(self._anchor, param, self.alive, own) if buffer.trainable else param

@@ -364,7 +364,8 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
         for key, own in self._named_members(
             lambda member: dict.items(member._parameters), prefix, recurse, remove_duplicate
         ):
-            name = names_of.get(id(own))
+            # `functional_call` in the model's code has put a tensor of `fetch` back (`FetchedParameters.__setitem__`).
+            name = names_of.get(id(own)) or getattr(own, "fzero_name", None)
             if name is None:  # the model has assigned it
                 yield key, own
                 continue

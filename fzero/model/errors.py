@@ -42,8 +42,10 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
-NOT_USED = "appears to not have been used in the graph"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
+
+COMPILED_TWICE = "does not currently support double backward"
+"""A part of PyTorch's message."""
 
 
 def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -> None:
@@ -52,6 +54,12 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         raise was_changed("of the model") from error
     if CHANGES_FLAG in str(error):
         raise flag_changed(None) from error
+    if COMPILED_TWICE in str(error):
+        raise ValueError(
+            "model: a gradient with create_graph=True must not go through code that torch.compile has compiled, because "
+            "PyTorch's compiler has no second derivatives, and one did; leave compile='block' (or the model's own "
+            "torch.compile) out, or pass compile='step', whose graph has them"
+        ) from error
     if HOOKS_SAVED in str(error):
         raise ValueError(TRANSFORMED) from error
 
@@ -126,23 +134,13 @@ def flag_changed(name: str | None) -> ParameterError:
     )
 
 
-def partial_grad(name: str) -> ParameterError:
-    """The error for a gradient, inside the forward, with respect to one of several tensors of a parameter."""
-    return ParameterError(
-        f"parameter {name!r}: must not be differentiated by inside the forward (torch.autograd.grad, backward) where the "
-        f"forward uses its unit more than once, because each use has its own tensor and the gradient would cover one use only; "
-        f"differentiate by a copy that the uses share (weight = 1 * module.weight, passed on with "
-        f"torch.func.functional_call), or name a module in units= that holds all that runs between the uses"
-    )
-
-
 def lost_again(name: str) -> ParameterError:
-    """The error for a parameter that a backward reads by running its module again, and that gets no gradient from it."""
+    """The error for a parameter that a backward reads by running its module again, after another backward inside it."""
     return ParameterError(
         f"parameter {name!r}: must get a gradient where the backward runs its module again (an own torch.autograd.Function, such "
-        f"as an adjoint method), and got none, because the module has new tensors there and the Function differentiates by "
-        f"those of the forward; give it copies (weight = 1 * module.weight), and run the module with them "
-        f"(torch.func.functional_call), or call torch.autograd.backward there"
+        f"as an adjoint method), and cannot, because a backward inside the same backward (a reentrant checkpoint) went through "
+        f"it before; give the Function copies (weight = 1 * module.weight), and run the module with them "
+        f"(torch.func.functional_call), or pass use_reentrant=False"
     )
 
 

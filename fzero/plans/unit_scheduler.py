@@ -111,8 +111,8 @@ class UnitScheduler:
 
         Args:
             is_last: whether it is the last before the update; only then are full gradients reduced.
-            visits: by unit, the number of visits in the forwards that this backward ends. A unit that is not listed is complete
-                after its first `end_visit`.
+            visits: by unit, the number of forwards with gradients that visited it and that this backward ends. A unit that is
+                not listed is complete after its first `end_visit`.
         """
         self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
@@ -156,7 +156,7 @@ class UnitScheduler:
         return (Event("collect", key),)
 
     def end_visit(self, unit: str) -> tuple[Event, ...]:
-        """All gradients of one visit are written. After the last visit the unit is reduced, as soon as the order allows it."""
+        """All gradients of a unit in one forward are written. After the last it is reduced, as soon as the order allows."""
         self._open_visits[unit] -= 1
         if self._open_visits[unit] > 0:
             return ()

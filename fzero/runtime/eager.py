@@ -7,7 +7,7 @@ No graph is captured. The model runs as it is, bound to the tensors that `Forwar
 2. Autograd must not keep a gathered buffer alive until the backward, so a view of one is saved as a `SavedView`. Unpacking
    it gathers the unit again.
 3. Each parameter is the output of a node of autograd (`autograd_nodes`), whose backward writes its gradient into the flat one
-   of the unit (`Reductions`). The backward of `UnitRoot` is the last of a visit; then the unit's reduce-scatter starts.
+   of the unit (`Reductions`). The backward of `UnitRoot` is the last of a unit; then the unit's reduce-scatter starts.
 
 `UnitScheduler` decides when each of these happens, and a `Sequencer` executes it. All stages run this same code and do the
 same arithmetic: the specs decide whether a gather moves anything and whether a full gradient is dropped.
@@ -37,11 +37,11 @@ from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
 from fzero.model.fetched_parameters import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
-from fzero.runtime.autograd_nodes import ReadAgain, Visits, visits_in
+from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.finish import GradNorms
-from fzero.runtime.forwards import Forwards, sum_of
+from fzero.runtime.forwards import Forwards, Visit, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
-from fzero.runtime.given_params import GivenParams, Visit
+from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.seen_params import SeenParams
@@ -73,7 +73,7 @@ class ForwardBackward:
 
     Attributes:
         forwards: the forwards so far.
-        given, again: the parameters that the model got in forwards, and by itself in backwards.
+        given: the parameters that the model got.
         norms: those that reductions have measured.
         gathers: the gathered units.
         reductions: the gradients.
@@ -105,7 +105,7 @@ class ForwardBackward:
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self.runs_again, self.again = False, ReadAgain(is_on=learned.own_grads is not None)
+        self.runs_again = False
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
@@ -131,7 +131,7 @@ class ForwardBackward:
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
             self._events.ask("begin_forward", self.forwards.begin(run, still))
-            self.given.begin(compares=compares, shares=not (compares or still))
+            self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
             try:
                 with _saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
@@ -185,8 +185,11 @@ class ForwardBackward:
             if check is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
                 check(found[0])
-            with self.again.checked():
+            try:
                 yield found
+            except RuntimeError as error:
+                self.given.name(error)
+                raise
             if needs_grads and not self.reductions.has_come:  # an update without gradients would apply weight decay
                 raise ValueError(UNRELATED)
             self._leave("")
@@ -266,19 +269,17 @@ class ForwardBackward:
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
         present = self._present
-        if present is None or name not in present.leaves:
+        is_open = self.given.is_open
+        if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
             unit = _unit_of(self.plan, name)
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
         elif self._events.phase != "forward":
             self._need(present.unit)  # the next gather may start now, as in `_unpack`
         is_new = not present.is_recorded and not self.runs_again
-        if is_new and torch.is_grad_enabled():
-            if self._events.phase == "forward":
-                present.is_recorded = True
-                self.forwards.last.visits[present.unit] += 1
-            elif name in present.plan.trained:
-                self.again.read(name)
+        if is_new and self._events.phase == "forward" and torch.is_grad_enabled():
+            present.is_recorded = True
+            self.forwards.last.visits[present.unit] = 1  # its visits share a node
         return present.leaves[name]
 
     def _enter(self, unit: UnitPlan) -> Visit:
@@ -287,13 +288,15 @@ class ForwardBackward:
             self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
-        visit = self.given.shared_visit(unit, self.forwards.last)
-        if visit is None:
+        forward = self.forwards.last if self.given.is_open else self.forwards.of_node
+        visit = forward.kept.get(unit.name)
+        if visit is None or not self.gathers_nothing:
             with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
                 self._leave(unit.name)
                 self._events.ask("enter", unit.name)
-                work, flats = None if self.grads is None else self, self.gathers.full(unit)
-                visit = self.given.visit(unit, flats, self.forwards.last, work, seen=self.gathers.seen(unit))
+                if visit is None:
+                    work, flats = None if self.grads is None else self, self.gathers.full(unit)
+                    visit = self.given.visit(unit, flats, forward, work, seen=self.gathers.seen(unit))
         self._present = visit
         return visit
 
@@ -306,7 +309,7 @@ class ForwardBackward:
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
         if self._present is not None and self._present.unit != unit:
-            if not self._present.is_shared:
+            if not self._present.is_kept:
                 self._present.leaves.clear()
             self._present = None
 

@@ -3,13 +3,45 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
 
 from fzero.plans.flat_params import FlatParamPlan
+from fzero.plans.plan import UnitPlan
 from fzero.plans.unit_orders import Run
+
+
+@dataclass(slots=True)
+class Visit:
+    """One visit of a unit by the model.
+
+    Attributes:
+        unit: its name.
+        plan: the unit.
+        leaves: its parameters as the model sees them, by name.
+        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
+        forward: of which it is a part, or a part that runs again.
+        is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
+    """
+
+    unit: str
+    plan: UnitPlan
+    leaves: dict[str, Tensor]
+    forward: Forward
+    is_recorded: bool = False
+    is_kept: bool = False
+
+
+class NodeOutputs(NamedTuple):
+    """The parameters of a node of autograd, by name in the order of its outputs; "" is none."""
+
+    node: Any
+    names: Sequence[str]
 
 
 @dataclass(slots=True)
@@ -19,14 +51,20 @@ class Forward:
     Attributes:
         run: the name of its order of collectives.
         still: the trained parameters that require no gradients in it.
-        visits: how often it visited each unit.
+        visits: 1 for each unit that it visited with gradients.
         roots: the `UnitRoot` nodes of its visits.
+        first_node: the number of the first node of autograd that it made, or a smaller one.
+        kept: by unit, the visit that is kept.
+        nodes: by unit that is gathered, its nodes of autograd, which give out the parameters again.
     """
 
     run: str
     still: frozenset[str]
     visits: Counter[str] = field(default_factory=Counter)
     roots: list[Any] = field(default_factory=list)
+    first_node: int = field(default_factory=torch._C._autograd._get_sequence_nr)  # type: ignore[attr-defined]
+    kept: dict[str, Visit] = field(default_factory=dict)
+    nodes: dict[str, list[NodeOutputs]] = field(default_factory=dict)
 
 
 class Forwards:
@@ -53,6 +91,14 @@ class Forwards:
         return self._all[-1]
 
     @property
+    def of_node(self) -> Forward:
+        """The forward of which a part runs again in the backward of the present node of autograd."""
+        node = torch._C._current_autograd_node()
+        number = None if node is None or len(self._all) == 1 else node._sequence_nr()
+        earlier = (forward for forward in reversed(self._all) if number is not None and forward.first_node <= number)
+        return next(earlier, self.last)
+
+    @property
     def roots(self) -> Iterator[Any]:
         """The `UnitRoot` nodes of all forwards."""
         return chain.from_iterable(forward.roots for forward in self._all)
@@ -65,7 +111,8 @@ class Forwards:
         """Drops the references to the `ForwardBackward` and its state."""
         self.begins = lambda: None
         for forward in self._all:
-            forward.roots.clear()
+            for held in (forward.roots, forward.kept, forward.nodes):
+                held.clear()  # type: ignore[attr-defined]
 
     def begin(self, run: str, still: frozenset[str]) -> bool:
         """Records the start of a forward; returns whether it is the first since the last backward."""

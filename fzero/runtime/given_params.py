@@ -1,5 +1,7 @@
-"""`GivenParams`: the parameters that a forward got. It must not change them, or take a gradient with respect to those of one
-visit alone.
+"""`GivenParams`: the parameters that a forward got, which it must not change.
+
+A forward has one node of autograd per unit, however often it visits the unit. A unit that is gathered again has new tensors, and
+these are outputs of the same node. So a gradient by any of them, which the model itself may ask for, is by the parameter.
 
 PyTorch counts changes in place. A change through `.data` is found by comparing values before and after. That reads all
 parameters twice, so a step does it only in the first forward of each kind, or as `check_params` says.
@@ -7,20 +9,21 @@ parameters twice, so a step does it only in the first forward of each kind, or a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from fzero.model.errors import flag_changed, has_hook, marked, partial_grad, raise_named, was_changed
+from fzero.model.errors import INSIDE, flag_changed, has_hook, lost_again, marked, raise_named, was_changed
 from fzero.model.fetched_parameters import new_marks, untraced
 from fzero.model.own_params import bits_of, pass_as_parameter
 from fzero.plans.plan import UnitPlan
 from fzero.runtime.autograd_nodes import SMALL, leaf_of, root_of
-from fzero.runtime.forwards import Forward
+from fzero.runtime.forwards import Forward, NodeOutputs, Visit
 from sharding.views import unflatten
 
 
@@ -29,25 +32,6 @@ class GradCollector(Protocol):
 
     @property
     def anchor(self) -> Tensor: ...
-
-
-@dataclass(slots=True)
-class Visit:
-    """One visit of a unit by the model.
-
-    Attributes:
-        unit: its name.
-        plan: the unit.
-        leaves: its parameters as the model sees them, by name.
-        is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        is_shared: whether later forwards get the same parameters.
-    """
-
-    unit: str
-    plan: UnitPlan
-    leaves: dict[str, Tensor]
-    is_recorded: bool = False
-    is_shared: bool = False
 
 
 class _Given(NamedTuple):
@@ -69,26 +53,14 @@ class _Given(NamedTuple):
     @property
     def error(self) -> ValueError | None:
         """What the forward has done to the tensor that a parameter does not allow."""
-        hooks, marks = (self.leaf._backward_hooks or {}).values(), untraced(new_marks)(self.leaf)
-        is_kept = self.leaf.requires_grad is self.requires_grad
-        if is_kept and not marks and all(isinstance(hook, _RefusesParts) for hook in hooks):
+        marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
+        if self.leaf.retains_grad and self.leaf.grad is not None:  # by torch.autograd.backward(..., inputs=parameters)
+            raise RuntimeError(INSIDE)
+        if is_kept and not marks and not self.leaf._backward_hooks:
             return None
         if marks:
             return marked("parameter", self.name, marks[0])
         return has_hook(self.name) if is_kept else flag_changed(self.name)
-
-
-@dataclass(frozen=True, slots=True)
-class _RefusesParts:
-    """A gradient hook on a parameter of a unit that is visited several times, by which the forward must not differentiate."""
-
-    given: GivenParams
-    name: str
-
-    def __call__(self, grad: Tensor) -> None:
-        """Raises ValueError inside the forward, where the model itself has asked for the gradient."""
-        if self.given.is_open:
-            raise partial_grad(self.name)
 
 
 class GivenParams:
@@ -99,21 +71,33 @@ class GivenParams:
 
     Attributes:
         is_open: whether the forward runs.
-        shared: the visits, by unit, that later forwards may have again; None if no visit is shared.
+        is_shared: whether all forwards get the same parameters. Their graphs share nodes: a backward must get its visits.
+        gives_again: whether the nodes that are made now save their outputs by name.
+        leaves: of a forward whose parameters are compared.
     """
 
     def __init__(self, scored: frozenset[str] = frozenset()) -> None:
-        self._scored, self.is_open = scored, False
-        self.shared: dict[str, Visit] | None = None
+        self._scored, self.is_open, self.is_shared, self.gives_again = scored, False, False, False
         self._given: list[_Given] | None = None  # None where values are not compared
-        self.leaves: list[tuple[str, ref[Tensor]]] = []  # of a forward in which they are
-        self._first: dict[str, list[ref[Tensor]]] = {}  # by unit, the leaves of the last forward's first visit
+        self.leaves: list[tuple[str, ref[Tensor]]] = []
+        self._kept: dict[str, Visit] = {}  # those of the last forward, if it is shared
+        self._views: dict[str, Tensor] = {}  # that nodes give out now
 
-    def begin(self, *, compares: bool, shares: bool) -> None:
-        """Begins a forward; whether values of its parameters are compared, and whether it may share them with other forwards."""
+    def begin(self, forward: Forward, *, compares: bool, shares: bool) -> None:
+        """Begins a forward.
+
+        Args:
+            compares: whether values of its parameters are compared.
+            shares: whether it may share its parameters with other forwards.
+        """
         self.is_open, self._given = True, [] if compares else None
-        if not shares:
-            self.shared = None
+        self.is_shared &= shares
+        if self.is_shared:
+            for unit, visit in self._kept.items():
+                visit.is_recorded = False
+                if not any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
+                    forward.kept[unit] = visit
+            self._kept = forward.kept
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
@@ -121,16 +105,8 @@ class GivenParams:
         self.is_open = False
 
     def share(self, shares: bool) -> None:
-        """Whether from here on all forwards get the same parameters. Their graphs share nodes: a backward must get its visits."""
-        self.shared = {} if shares else None
-
-    def shared_visit(self, unit: UnitPlan, forward: Forward) -> Visit | None:
-        """The first visit of a unit in an earlier forward, for its first visit in this one, if it is shared."""
-        visit = self.shared.get(unit.name) if self.shared and unit.name not in forward.visits else None
-        if visit is None or any(leaf._backward_hooks for leaf in visit.leaves.values()):  # a hook is of one forward
-            return None
-        visit.is_recorded = False
-        return visit
+        """Whether from here on all forwards get the same parameters."""
+        self.is_shared, self._kept = shares, {}
 
     def name(self, error: RuntimeError) -> None:
         """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
@@ -149,7 +125,7 @@ class GivenParams:
 
         Args:
             flats: its full flat buffers (P).
-            forward: the present forward, or in a backward the last one.
+            forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
             seen: the compressed values that modules get in place of its parameters.
         """
@@ -167,17 +143,35 @@ class GivenParams:
             self.leaves += [(name, ref(leaf)) for name, leaf in leaves.items()]
         for name, leaf in leaves.items():
             pass_as_parameter(leaf, name)
-        if self.is_open and work is not None:
-            self._refuse_parts(unit.name, leaves, is_first=not forward.visits[unit.name])
-        visit = Visit(unit.name, unit, leaves)
-        if self.shared is not None and unit.name not in forward.visits:  # each visit in a forward has nodes of its own
-            visit.is_shared, self.shared[unit.name] = True, visit
+        visit = Visit(unit.name, unit, leaves, forward)
+        if self.is_open and not unit.gathered_numel:
+            visit.is_kept, forward.kept[unit.name] = True, visit
         return visit
+
+    def _again(self, nodes: Sequence[NodeOutputs], views: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The trained parameters of a unit that was gathered again, as outputs of the nodes of its first visit; empty if a
+        backward inside the present one has freed these nodes. Raises ValueError where the node that autograd runs needs them."""
+        found: dict[str, Tensor] = {}
+        self._views = {**views, "": torch.empty(0)}
+        try:
+            for node, names in nodes:
+                found |= {name: leaf for name, leaf in zip(names, node.saved_tensors, strict=True) if name}
+        except RuntimeError:
+            present = torch._C._current_autograd_node()
+            inputs = {node for node, _ in present.next_functions} if present is not None else set()
+            if not inputs.isdisjoint(node for node, _ in nodes):
+                raise lost_again(min(views)) from None
+            return {}
+        finally:
+            self._views = {}
+        return found
 
     def _leaves(
         self, unit: UnitPlan, views: Mapping[str, Tensor], forward: Forward, work: GradCollector
     ) -> dict[str, Tensor]:
         """The parameters whose gradients are collected, as outputs of the nodes of a visit."""
+        if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
+            return again
         names, still = unit.trained, forward.still
         if self._scored:
             names = tuple(name for name in views if name in names or name in self._scored)
@@ -188,36 +182,33 @@ class GivenParams:
         if not names:
             return {}
         small = [name for name in names if views[name].numel() <= SMALL]
-        labels = ["" if name in still else name for name in small] if still else small
-        given = [views[name] for name in small]
-        if len(small) == len(names):
-            outputs = root_of(work.anchor, work, unit.name, labels, given)
-            forward.roots.append(outputs[0].grad_fn)
-            return dict(zip(small, outputs, strict=True))
-        handle, *leaves = root_of(work.anchor, work, unit.name, ["", *labels], [work.anchor.new_empty(0), *given])
-        forward.roots.append(handle.grad_fn)
-        found = dict(zip(small, leaves, strict=True))
-        for name in names:
-            if name not in found:
-                found[name] = leaf_of(handle, views[name], work, unit.name, "" if name in still else name)
-        return found
+        large = [(name,) for name in names if views[name].numel() > SMALL]
 
-    def _refuse_parts(self, unit: str, leaves: Mapping[str, Tensor], *, is_first: bool) -> None:
-        """From a unit's second visit on, a gradient with respect to one of its parameters raises inside the forward.
+        def made(node_of: Callable[..., tuple[Tensor, ...]], source: Tensor, names: Sequence[str]) -> None:
+            given = [views[name] if name else work.anchor.new_empty(0) for name in names]
+            with self._giving_again(unit, names):
+                labels = ["" if name in still else name for name in names] if still else names
+                outputs = node_of(source, work, unit.name, labels, given)
+            nodes.append(NodeOutputs(outputs[0].grad_fn, names))
+            found.update(zip(names, outputs, strict=True))
 
-        Such a gradient would contain the part of one visit only.
+        nodes, found = list[NodeOutputs](), dict[str, Tensor]()
+        made(root_of, work.anchor, ("",) if large else small)
+        for of_node in (small, *large) if large else ():
+            if of_node:
+                made(leaf_of, found[""], of_node)
+        forward.roots.append(nodes[0].node)
+        if self.gives_again:
+            forward.nodes[unit.name] = nodes
+        return {name: found[name] for name in names}
 
-        Args:
-            leaves: the trained parameters in this visit.
-            is_first: whether this is the first visit in this forward.
-        """
-        if is_first:
-            self._first[unit] = [*map(ref, leaves.values())]
-            return
-        held = (leaf() for leaf in self._first.pop(unit, ()))  # by the model
-        for leaf in (*leaves.values(), *held):
-            if leaf is not None and leaf.requires_grad:
-                leaf.register_hook(_RefusesParts(self, leaf.fzero_name))  # type: ignore[attr-defined, no-untyped-call]
+    def _giving_again(self, unit: UnitPlan, names: Sequence[str]) -> AbstractContextManager[object]:
+        """Inside, nodes save their outputs by name, so that they can give out other tensors as the same outputs."""
+        self.gives_again = self.is_open and unit.gathered_numel > 0
+        if not self.gives_again:
+            return nullcontext()
+        order = iter(names)
+        return saved_tensors_hooks(lambda output: next(order), lambda name: self._views[name])  # type: ignore[return-value]
 
     def check(self, unit: UnitPlan | None) -> None:
         """Checks the parameters of a unit when the forward leaves it; with None those of all units, at the end of the forward.

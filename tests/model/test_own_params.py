@@ -16,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import fzero
 from fzero.model.own_params import StandIn
+from fzero.runtime import given_params
 from fzero.simulation import simulate
 
 STEPS = 3
@@ -368,16 +369,33 @@ class BySolver(Model):
         return self.b(out)
 
 
+@pytest.mark.parametrize("small", [4, given_params.SMALL])
 @pytest.mark.parametrize("is_strict", [False, True])
-def test_a_module_that_a_backward_runs_again_gets_its_gradient_or_is_refused(
-    is_strict: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_module_that_a_backward_runs_again_gets_its_gradient(
+    is_strict: bool, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Adjoint, "is_strict", is_strict)
-    for stage in (0, 3):
-        with pytest.raises(ValueError, match=r"'a.bias': must get a gradient where the backward runs its module again"):
-            trained(fzero.make_train_step(make(ByAdjoint), config(stage), units=["a", "b"]))
-    for model in (ByAdjointOfCopies, BySolver):
+    monkeypatch.setattr(given_params, "SMALL", small)
+    for model in (ByAdjoint, ByAdjointOfCopies, BySolver):
         assert_trains_as_plainly(model)
+        for stage in (0, 3):
+            step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
+            torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), plain_weights(model))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_backward_through_two_forwards_runs_the_modules_of_each_again(stage: int) -> None:
+    expected = make(ByAdjoint)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.125)
+    model = make(ByAdjoint)
+    step = fzero.make_train_step(model, config(stage, gradient_clipping=0.0), units=["a", "b"])
+    state, (x, y, _) = step.init(), batches()
+    (expected(x) * expected(y)).backward()
+    optimizer.step()
+    window = step.begin(state)
+    losses = [step.forward(window, functools.partial(model, each)) for each in (x, y)]
+    state, _ = step.update(step.backward(window, losses[0] * losses[1]))
+    torch.testing.assert_close(step.gather(state), expected.state_dict())
 
 
 class Listed(Model):
@@ -824,32 +842,6 @@ def test_a_table_that_a_forward_registers_for_itself_stays_with_the_module(stage
 # --- gradients that a forward asks for -----------------------------------------------------------------------------
 
 
-class InnerStep(Model):
-    """Goes a step by the gradient of a weight, of a loss in which the weight is used in two stays in its unit."""
-
-    def inner(self) -> Tensor:
-        return self.a.weight
-
-    def use(self, x: Tensor) -> Tensor:
-        hidden = self.b(self.a(x))
-        weight = self.inner()
-        (grad,) = torch.autograd.grad(F.linear(hidden, weight).square().mean(), weight, create_graph=True)
-        return self.b(torch.tanh(F.linear(x, weight - 0.1 * grad)))
-
-
-class InnerStepOfAHeldWeight(InnerStep):
-    def use(self, x: Tensor) -> Tensor:
-        weight = self.a.weight
-        loss = self.a(self.b(F.linear(x, weight))).square().mean()
-        (grad,) = torch.autograd.grad(loss, weight, create_graph=True)
-        return self.b(torch.tanh(F.linear(x, weight - 0.1 * grad)))
-
-
-class InnerStepOfACopy(InnerStep):
-    def inner(self) -> Tensor:
-        return 1 * self.a.weight
-
-
 class Penalty(Model):
     """A penalty on the slope of the output, as in WGAN-GP, with units used twice."""
 
@@ -860,14 +852,8 @@ class Penalty(Model):
         return out + slope
 
 
-def test_a_part_of_the_gradient_by_a_parameter_is_not_given_for_the_whole() -> None:
-    for model in (InnerStep, InnerStepOfAHeldWeight):
-        for stage in (0, 3):
-            step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
-            with pytest.raises(ValueError, match=r"'a.weight': must not be differentiated by inside the forward"):
-                step(step.init(), batches()[0])
-    for model in (InnerStepOfACopy, Penalty):
-        assert_trains_as_plainly(model)
+def test_a_gradient_by_the_input_inside_a_forward_is_the_plain_loops() -> None:
+    assert_trains_as_plainly(Penalty)
 
 
 class InnerGrad(Model):

@@ -469,7 +469,7 @@ class ResizedBuffer(Odd):
         return x
 
 
-@odd(refused="must not be differentiated by inside the forward")
+@odd(refused="backward: must not be called inside the forward")
 class CallsBackward(Odd):
     def odd(self, x: Tensor) -> Tensor:
         self.inlet(x.detach()).sum().backward()
@@ -788,7 +788,7 @@ class Ensemble(Odd):
         return torch.func.vmap(lambda weights: functional_call(self.blocks[0], weights, (x,)))(stacked).mean(0)
 
 
-@odd(refused="'inlet.weight': must not be differentiated by inside the forward")
+@odd()
 class InnerStep(Odd):
     """A step of gradient descent within the forward, as in meta-learning, by a weight that was used before."""
 
@@ -798,7 +798,7 @@ class InnerStep(Odd):
         return F.linear(x, weight - 0.1 * grad)
 
 
-@odd(refused="must not be differentiated by inside the forward")
+@odd()
 class InnerStepOfOneUse(InnerStep):
     def odd(self, x: Tensor) -> Tensor:
         return super().odd(x.detach())
@@ -814,7 +814,7 @@ class InnerStepOfACopy(Odd):
         return F.linear(x, weight - 0.1 * grad)
 
 
-@odd(refused="'inlet.weight': must not be differentiated by inside the forward")
+@odd()
 class InnerStepOfAHeldWeight(Odd):
     """By a weight that it has kept since the first use."""
 
