@@ -2,7 +2,7 @@
 
 1. A line that begins a traceback opens a block of its rank. The first rank's block is shown as it comes: it leads.
 2. A block that begins like one that was shown is held back, as long as its lines are the same.
-3. Where a line differs, all that was held is shown, in order. Where the rank ends or pauses with the same lines, one line says so.
+3. Where a line differs, all that was held is shown, in order. Where a rank ends or pauses with the same lines, a line says so.
 
 So no line is lost, and the lines of a rank keep their order.
 """
