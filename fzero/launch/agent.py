@@ -25,8 +25,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from fzero.launch import reaper
 from fzero.launch.environment import one_host_defaults, rank_defaults
+from fzero.launch.forwarder import Forwarder
 from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.rendezvous import BACKEND, SECRET, Secret
 
@@ -63,17 +64,23 @@ class Failure:
     time: float
     follows: bool  # whether the rank's error only reports that another rank has died
     lines: tuple[str, ...]
+    is_above: bool = False  # whether its error was shown just before
 
     @property
     def exit_code(self) -> int:
         """The exit code of the launcher."""
         return self.code or 1
 
+    def after(self, shown: Forwarder) -> Failure:
+        """The failure without the lines, where these are the error that was shown last."""
+        return replace(self, lines=(), is_above=True) if shown.has_shown_last(self.rank, self.lines) else self
+
     def __str__(self) -> str:
         name = {128 + number: number.name for number in signal.Signals}.get(self.code)
         how = f"was killed by {name}" if name else f"ended with code {self.code}"
         how += "" if self.code else ", and others waited for it"
         log = "; its last lines:" + "".join(f"\n    {line}" for line in self.lines) if self.lines else ""
+        log = "; its error is above" if self.is_above else log
         return f"fzero: rank {self.rank} on {self.host} {how}, so the job has been ended{log}"
 
 
@@ -139,6 +146,10 @@ def run(work: AgentWork, *, reports: bool = False) -> int:
     if not host.takes_first_slots:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.slots))
     with ExitStack() as stack:
+        shown = Forwarder(sys.stderr)
+        if not reports:
+            stack.enter_context(redirect_stderr(shown))  # type: ignore[type-var]  # torchrun writes lines of ranks to it
+        stack.callback(shown.finish)
         folder = work.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="fzero-"))
         Path(folder).mkdir(parents=True, exist_ok=True)
         in_order = stack.enter_context(kept("" if work.log_dir else folder))
@@ -149,7 +160,8 @@ def run(work: AgentWork, *, reports: bool = False) -> int:
             in_order()
         except ChildFailedError as error:
             failure = first_failure(error, host.name, folder, ended)
-            _report(failure, reports)
+            shown.finish()
+            _report(failure.after(shown), reports)
             return failure.exit_code
         except DistNetworkError as error:
             where = f"--master_port {work.master_port} of {work.master_addr}"

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import IO
 
 from fzero.launch.agent import REPORT, SECONDS_TO_END, Failure
+from fzero.launch.forwarder import Forwarder
 from fzero.launch.launchers import Command
 
 GRACE = 3.0  # seconds to wait for reports of other hosts, so that the first failure is reported
@@ -37,6 +38,7 @@ class Supervised:
         self.commands = commands
         self.processes: list[subprocess.Popen[str]] = []
         self.readers: list[threading.Thread] = []
+        self.shown = Forwarder(sys.stderr)
 
     def start(self) -> None:
         for command in self.commands:
@@ -58,12 +60,12 @@ class Supervised:
                 with suppress(BrokenPipeError):  # it has ended, and says why
                     process.stdin.write(command.line + "\n")
                     process.stdin.flush()
-            for stream, to in (process.stdout, sys.stdout), (process.stderr, sys.stderr):
+            for stream, to in (process.stdout, sys.stdout), (process.stderr, self.shown):
                 reader = threading.Thread(target=self._pass_on, args=(stream, to), daemon=True)
                 reader.start()
                 self.readers.append(reader)
 
-    def _pass_on(self, stream: IO[str], to: IO[str]) -> None:
+    def _pass_on(self, stream: IO[str], to: IO[str] | Forwarder) -> None:
         for line in stream:
             _, report, failure = line.partition(REPORT)
             if report:
@@ -103,6 +105,7 @@ class Supervised:
             process.wait()
         for reader in self.readers:
             reader.join(timeout=2)
+        self.shown.finish()
 
     def _until_ended(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
@@ -145,7 +148,7 @@ def supervise(commands: Sequence[Command], *, num_needed: int | None = None) -> 
         return 0  # hosts were lost, and the others have done the work
     if job.failures:
         failure = min(job.failures, key=lambda failure: (failure.follows, failure.code == 0, failure.time))
-        print(failure, file=sys.stderr, flush=True)
+        print(failure.after(job.shown), file=sys.stderr, flush=True)
         return failure.exit_code
     return _unreported(commands, codes)
 
