@@ -42,10 +42,8 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
-"""Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
-
 COMPILED_TWICE = "does not currently support double backward"
-"""A part of PyTorch's message."""
+"""Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
 
 
 def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -> None:
