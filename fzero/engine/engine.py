@@ -52,6 +52,13 @@ class LossError(ValueError, AssertionError):
     """A loss that no backward can begin with; also an AssertionError, as in DeepSpeed."""
 
 
+NO_FORWARD = (
+    "must follow a forward since the last update; call engine(...) first. A part of the module that the script calls by itself "
+    "(a method such as encode_image, a submodule) trains nothing: call it inside the module's forward, which engine(...) runs, "
+    "as in def forward(self, part, *inputs): return getattr(self, part)(*inputs)"
+)
+
+
 class Engine(KeepsFiles, HasTools, nn.Module):
     """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
 
@@ -133,7 +140,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         step, window, parts = self.active_step(), self.open_window, self._gas if scale_wrt_gas else 1
         self._check_loss("backward", loss)
         if window is None:
-            raise RuntimeError("engine.backward: must follow a forward since the last update; call engine(...) first")
+            raise RuntimeError(f"engine.backward: {NO_FORWARD}")
         passing = self._others_passing(loss, keeps=retain_graph)
         with torch.enable_grad():  # the caller may run the backward inside no_grad
             scalar = loss.reshape(())
@@ -150,7 +157,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         """
         self._check_loss("scale", loss)
         if self.open_window is None:
-            raise CallError("engine.scale: must follow a forward since the last update; call engine(...) first")
+            raise CallError(f"engine.scale: {NO_FORWARD}")
         self._direct.scaled(loss.reshape(()))
         return scaled_loss(self.active_step().runtime, self.open_window, loss)
 
@@ -229,6 +236,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 "them"
             )
         if optimizer is None or window is None or not window.loss_stats:
+            self.live.check()  # for a loss of parts that the script called by themselves
             raise RuntimeError(
                 "engine.step: must follow a backward since the last update; call engine.backward(loss) first"
             )

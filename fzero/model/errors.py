@@ -42,10 +42,8 @@ BETWEEN = (
 
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
-"""Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
-
 COMPILED_TWICE = "does not currently support double backward"
-"""A part of PyTorch's message."""
+"""Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
 
 
 def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -> None:
@@ -148,8 +146,8 @@ def not_trained(name: str) -> ValueError:
     """The error for a gradient in the module's own parameter."""
     return ValueError(
         f"parameter {name!r}: must be used inside the forward (loss_fn included), and a loss used it outside; that gradient is "
-        f"in its .grad and trains nothing; move that computation (such as a penalty) into the forward, or "
-        f"give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
+        f"in its .grad and trains nothing; move that computation (a penalty, a part of the module that the script calls itself) "
+        f"into the forward, or give compiled code the parameter as an argument; module.zero_grad() drops that gradient"
     )
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Self
 import optree
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fzero.model.errors import ParameterError, ShapeAndDtype, not_trained
 from fzero.model.held_tensors import Held, address
@@ -155,6 +156,19 @@ def enter(substitutes: Substitutes) -> Callable[[], None]:
                 x.__class__ = _PLAIN[type(x)]
 
     return leave
+
+
+_MAYBE_SET = parametrize._maybe_set
+
+
+def _maybe_set(dest: Tensor, src: Tensor) -> None:
+    """As PyTorch's, by which a parametrization gives a tensor its unparametrized values. One without an inverse gives the tensor
+    to itself: no change, but it would count as one."""
+    if src is not dest:
+        _MAYBE_SET(dest, src)
+
+
+parametrize._maybe_set = _maybe_set
 
 
 def pass_as_parameter(tensor: Tensor, name: str) -> None:

@@ -297,3 +297,94 @@ def test_a_penalty_of_gradients_trains_where_parameters_are_whole(ranks: RankPoo
 def test_a_penalty_of_gradients_is_an_error_where_parameters_are_divided(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"torch\.autograd\.grad.*in stages 0 to 2"):
         ranks(2, _penalised, 3)
+
+
+# --- parts of the module that the script calls by themselves -----------------------------------------------------------
+
+
+class Pair(nn.Module):
+    """Two encoders and an auxiliary head; its forward runs them, or a part by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text, self.head = nn.Linear(5, 4), nn.Linear(6, 4), nn.Linear(4, 2)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.image(x))
+
+    def penalty(self) -> Tensor:
+        return torch.stack([param.square().sum() for param in self.parameters()]).sum()
+
+    def forward(self, part: str, *inputs: Tensor) -> Tensor:
+        if part == "both":
+            return (self.encode(inputs[0]) * self.text(inputs[1])).square().mean()
+        return getattr(self, part)(*inputs)  # type: ignore[no-any-return]
+
+
+PARTS: dict[str, Callable[[Any, Any, Tensor, Tensor], Tensor]] = {
+    "a method": lambda engine, module, x, y: module.encode(x).square().mean(),
+    "a submodule": lambda engine, module, x, y: module.image(x).square().mean(),
+    "a method beside a forward": lambda engine, module, x, y: (
+        engine("both", x, y) + module.head(module.encode(x)).mean()
+    ),
+    "a submodule of an output": lambda engine, module, x, y: module.head(engine("encode", x)).square().mean(),
+    "a penalty": lambda engine, module, x, y: engine("both", x, y) + 0.1 * module.penalty(),
+    "a weight": lambda engine, module, x, y: engine("both", x, y) + (x @ module.image.weight.T).square().mean(),
+}
+INSIDE: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "a method": lambda model, x, y: model("encode", x).square().mean(),
+    "a submodule": lambda model, x, y: model("image", x).square().mean(),
+    "a method beside a forward": lambda model, x, y: model("both", x, y) + model("head", model("encode", x)).mean(),
+    "a submodule of an output": lambda model, x, y: model("head", model("encode", x)).square().mean(),
+    "a penalty": lambda model, x, y: model("both", x, y) + 0.1 * model("penalty"),
+}
+"""The remedy that the errors name."""
+
+
+def _losses_of_parts(stage: int) -> list[str]:
+    """What is wrong: parts that trained something, or were refused in words that do not name the remedy."""
+    found, (x, y) = [], _samples(0)
+    for name, loss_of in PARTS.items():
+        for is_direct in (False, True):
+            torch.manual_seed(0)
+            engine = _engine(stage, Pair())
+            before = copy.deepcopy(engine.module_state_dict())
+            try:
+                loss = loss_of(engine, engine.module, x, y)
+                loss.backward() if is_direct else engine.backward(loss)  # type: ignore[no-untyped-call]
+                engine.step()
+                found.append(f"{name}: was not refused")
+            except (RuntimeError, ValueError) as error:
+                if not any(
+                    remedy in str(error) for remedy in ("inside the module's forward", "into the forward", "gather")
+                ):
+                    found.append(f"{name}: {error}")
+            if any(not torch.equal(x, before[key]) for key, x in engine.module_state_dict().items()):
+                found.append(f"{name}: has trained")
+    return found
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_a_loss_of_parts_outside_the_forward_is_refused_with_the_remedy_and_trains_nothing(
+    stage: int, ranks: RankPool
+) -> None:
+    assert ranks(2, _losses_of_parts, stage) == [[], []]
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("name", INSIDE)
+def test_parts_that_the_forward_runs_by_name_train_as_in_a_plain_loop(name: str, stage: int) -> None:
+    torch.manual_seed(0)
+    engine, (x, y) = _engine(stage, Pair()), _samples(0)
+    torch.manual_seed(0)
+    plain = Pair()
+    optimizer = _adamw(plain)
+    for _ in range(NUM_STEPS):
+        engine.backward(INSIDE[name](engine, x, y))
+        engine.step()
+        optimizer.zero_grad(set_to_none=False)
+        for param in plain.parameters():
+            param.grad = torch.zeros_like(param)  # a state decays what got no gradient, as DeepSpeed does
+        INSIDE[name](plain, x, y).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    torch.testing.assert_close(engine.module_state_dict(), dict(plain.named_parameters()), rtol=1e-5, atol=1e-5)

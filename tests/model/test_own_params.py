@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.model.own_params import StandIn
@@ -837,6 +839,96 @@ def test_a_table_that_a_forward_registers_for_itself_stays_with_the_module(stage
     expected, step = plain_weights(Caches), fzero.make_train_step(make(Caches), config(stage))
     torch.testing.assert_close(trained(step), expected)
     assert step.init() and "late" not in step.gather(step.init())
+
+
+# --- parametrizations for the time of a call -----------------------------------------------------------------------
+
+
+class Plus(nn.Module):
+    def __init__(self, delta: Tensor) -> None:
+        super().__init__()
+        self.delta = delta
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.delta
+
+
+class AdaptedForACall(Model):
+    """As PEFT's `target_parameters`: a layer is parametrized while it is called, and plain before and after."""
+
+    def set_up(self) -> None:
+        self.down, self.up = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.randn(2, 4))
+
+    def call(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        requires_grad = layer.weight.requires_grad
+        parametrize.register_parametrization(layer, "weight", Plus(self.down @ self.up))
+        layer.parametrizations["weight"].original.requires_grad_(requires_grad)
+        try:
+            return layer(x)  # type: ignore[no-any-return]
+        finally:
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+
+    def use(self, x: Tensor) -> Tensor:
+        return self.b(self.a(torch.tanh(self.call(self.a, self.a(x)))))
+
+
+class FrozenAndAdaptedForACall(AdaptedForACall):
+    def set_up(self) -> None:
+        super().set_up()
+        self.a.requires_grad_(False)
+
+
+class AdaptedInACheckpoint(AdaptedForACall):
+    def use(self, x: Tensor) -> Tensor:
+        x = checkpoint(functools.partial(self.call, self.a), torch.tanh(self.b(x)), use_reentrant=False)
+        return self.b(torch.tanh(x))
+
+
+class AdaptedTwice(AdaptedForACall):
+    def call(self, layer: nn.Linear, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(layer, "weight", Plus(self.b.weight.detach()))
+        return super().call(layer, x)
+
+
+class AdaptedWhileAnotherRuns(AdaptedForACall):
+    """Between, its unit is released and gathered again."""
+
+    def use(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.a, "weight", Plus(self.down @ self.up))
+        with parametrize.cached():
+            x = self.a(torch.tanh(self.b(torch.tanh(self.a(x)))))
+        parametrize.remove_parametrizations(self.a, "weight", leave_parametrized=False)
+        return self.b(x)
+
+
+ADAPTED: list[type[Model]] = [
+    AdaptedForACall, FrozenAndAdaptedForACall, AdaptedInACheckpoint, AdaptedTwice, AdaptedWhileAnotherRuns
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ADAPTED)
+def test_a_parametrization_for_the_time_of_a_call_trains_as_in_a_plain_loop(model: type[Model]) -> None:
+    expected = plain_weights(model)
+    for stage in range(4):
+        step = fzero.make_train_step(make(model), config(stage), units=["a", "b"])
+        torch.testing.assert_close(trained(simulate(step, 2, by="lockstep"), 2), expected)
+    assert_trains_as_plainly(model, compile="step", compile_backend="aot_eager")
+
+
+class LeftParametrized(AdaptedForACall):
+    def use(self, x: Tensor) -> Tensor:
+        parametrize.register_parametrization(self.a, "weight", Plus(self.down @ self.up))
+        x = self.a(x)
+        parametrize.remove_parametrizations(self.a, "weight", leave_parametrized=True)
+        return self.b(x)
+
+
+@pytest.mark.parametrize("how", [{}, {"compile": "step", "compile_backend": "aot_eager"}], ids=str)
+def test_a_parametrization_that_changes_the_parameter_for_good_is_refused(how: dict[str, Any]) -> None:
+    for stage in (0, 3):
+        step = fzero.make_train_step(make(LeftParametrized), config(stage), **how)
+        with pytest.raises(ValueError, match="must not be changed in place by the forward"):
+            step(step.init(), batches()[0])
 
 
 # --- gradients that a forward asks for -----------------------------------------------------------------------------
