@@ -197,13 +197,8 @@ def _rates_here(device: torch.device, says: Says = lambda what: None, ends: floa
             says(NAMES[name][0])
             found[name] = measure()
     overlap = has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0))
-    return MeasuredRates(
-        **{name: found.get(name) for name in (*needed, *optional)},
-        gather=None,
-        disk_write=None,
-        disk_read=None,
-        overlap=overlap,
-    )
+    rates: dict[str, Any] = {name: found.get(name) for name in (*needed, *optional)}
+    return MeasuredRates(**rates, gather=None, disk_write=None, disk_read=None, overlap=overlap)
 
 
 def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
