@@ -5,19 +5,21 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from fzero import ConfigWarning
+from fzero import ConfigWarning, __version__
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, print_result, profile_model
+from fzero.common.text_tables import print_report
 from fzero.config.table import ShownConfig
 
 HELP = """usage: fzero [run] [flags] script.py args…   start a script in many processes
        fzero COMMAND …                       one of the commands below; fzero COMMAND --help explains it
+       fzero --version                       the version of this package
 
 ZeRO as pure functions on PyTorch
 
@@ -122,24 +124,37 @@ def _written(folder: str, files: Mapping[str, tuple[int, int]]) -> Table:
 
 def show_machine(arguments: list[str]) -> int:
     """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
-    what = "this machine, to paste into an issue: versions, devices, and rates measured in a few seconds"
+    what = "this machine, to paste into an issue: versions, devices, and rates measured in about ten seconds"
     parser = parser_of("env", what, "examples:\n  fzero env --path /fast\n  fzero env --ranks 2 --json > rates.json")
     parser.add_argument(
         "--ranks", type=count, default=1, metavar="N", help="processes that measure at once (default 1)"
     )
     parser.add_argument("--path", default=".", help="a folder on the disk to measure (default: this one)")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="after which no other rate is measured (default 60; 0 only needed ones)",
+    )
     parser.add_argument("--json", action="store_true", help="for a program; rates are per second")
     given = parser.parse_args(arguments)
     from fzero.profiling import machine as machine_report
 
+    def say(what: str) -> None:
+        print(f"measuring: {what}", file=sys.stderr, flush=True)
+
     def make() -> tuple[Table, dict[str, Any]]:
         try:
-            found = machine_report.machine_report(given.path, num_ranks=given.ranks)
+            found = machine_report.facts(given.path)
+            if not given.json:
+                print_report(machine_report.facts_table(found))
+            how = {"num_ranks": given.ranks, "says": say, "seconds": given.seconds}
+            rates = machine_report.measure_rates(given.path, **how)
         except OSError as error:
             raise ValueError(f"--path {given.path}: {error}") from error
         except RuntimeError as error:  # a rank failed
             raise ValueError(str(error)) from error
-        return machine_report.table(found), asdict(found)
+        return machine_report.rates_table(rates), asdict(replace(found, rates=rates))
 
     return print_result(make, given.json)
 
@@ -190,6 +205,9 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command; what does not begin with the name of one is a script to start, or a flag of `run`."""
     words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["--version"]:
+        print(f"fzero {__version__}")
+        return 0
     if not words or words[0] in ("-h", "--help"):
         print(HELP)
         return 0 if words else 2

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -32,6 +31,7 @@ from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
 from fzero.common.pickles import load_tensors
+from fzero.common.version import installed_version
 from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.hangs.failures import meet
@@ -332,7 +332,7 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     before = files.whole_ones(path)
     num_updates = int(contents.numbers["state.step"])
     manifest = {
-        "fzero": _version(),
+        "fzero": installed_version(),
         "torch": torch.__version__,
         "serial": 1 + max((files.read_manifest(other)["serial"] for other in before), default=0),
         "step": num_updates,
@@ -342,13 +342,6 @@ def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Content
     }
     files.write_manifest(folder, manifest)
     return files.publish(folder, path, num_updates)
-
-
-def _version() -> str:
-    try:
-        return version("fzero")
-    except PackageNotFoundError:  # it runs from its source folder
-        return "not installed"
 
 
 def _started(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from fzero.config.deepspeed_keys import (
@@ -23,6 +24,7 @@ from fzero.config.deepspeed_keys import (
     SWITCHES,
     TYPES,
 )
+from fzero.config.fields import block_of
 
 SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
 
@@ -121,17 +123,42 @@ def children(name: str) -> set[str]:
     return {known.removeprefix(start).partition(".")[0] for known in KNOWN if known.startswith(start)}
 
 
+MOST_PLACES = 3
+"""Of a key in other blocks; one that stands in more of them, such as `enabled`, says nothing about the block."""
+
+
+@cache
+def _honoured() -> frozenset[str]:
+    """The dotted names of all keys that a step honours."""
+    from fzero.config.config import Config  # which has loaded this module
+
+    found: list[str] = []
+
+    def look(block: Any, prefix: str) -> None:
+        for name, field in block.model_fields.items():
+            found.append(f"{prefix}{name}")
+            if (inner := block_of(field.annotation)) is not None:
+                look(inner, f"{prefix}{name}.")
+
+    look(Config, "")
+    return frozenset(found)
+
+
 def unknown_key(location: str, honoured: Collection[str] = ()) -> str:
     """The line for an unknown key: with the nearest name, or the block that has the key, or all names."""
     block, _, key = location.rpartition(".")
     known = sorted({*honoured, *children(block)})
-    elsewhere = [name for name in KNOWN if name.rpartition(".")[2] == key]
+    places = {name: name.rpartition(".")[2] for name in {*KNOWN, *_honoured()}}
+    like = next(iter(difflib.get_close_matches(key, {*places.values()}, n=1, cutoff=0.9)), key)
+    elsewhere = sorted(name for name, last in places.items() if last == like)
     nearest = (
         difflib.get_close_matches(key, known, n=1, cutoff=0.8)
-        or (elsewhere if len(elsewhere) == 1 else [])
+        or (elsewhere if len(elsewhere) <= MOST_PLACES else [])
         or difflib.get_close_matches(key, known, n=1)
     )
-    hint = f"did you mean {nearest[0]!r}?" if nearest else f"known here: {', '.join(honoured or known)}"
+    hint = (
+        f"did you mean {' or '.join(map(repr, nearest))}?" if nearest else f"known here: {', '.join(honoured or known)}"
+    )
     return f"{location}: unknown key; {hint}"
 
 

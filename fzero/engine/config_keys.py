@@ -214,7 +214,7 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
     if isinstance(source, str | Path):
         source = read_file(source)
     if isinstance(source, Mapping):
-        source, lines = without_unknown(source)
+        source, lines = without_unknown(_without_param_offload(source))
         for line in lines:
             warnings.warn(f"{line} (ignored, as in DeepSpeed)", ConfigWarning, stacklevel=3)
     own = "|".join(EngineKeys.model_fields)
@@ -235,6 +235,25 @@ def read(source: Mapping[str, Any] | str | Path | Config) -> tuple[Config, Engin
         )
         warnings.warn(text, ConfigWarning, stacklevel=3)
     return cfg, keys
+
+
+def _without_param_offload(source: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration without `offload_param` below stage 3, which DeepSpeed ignores there; a warning says so."""
+    zero = source.get("zero_optimization")
+    if not isinstance(zero, Mapping) or not isinstance(zero.get("offload_param"), Mapping):
+        return source
+    if str(zero.get("stage", 0)) not in ("0", "1", "2") or zero["offload_param"].get("device", "none") in (
+        "none",
+        "auto",
+    ):
+        return source
+    warnings.warn(
+        f"zero_optimization.offload_param: has no effect in stage {zero.get('stage', 0)}, as in DeepSpeed, because only stage 3 "
+        f"divides parameters; set the stage to 3, or leave it out",
+        ConfigWarning,
+        stacklevel=4,
+    )
+    return {**source, "zero_optimization": {key: value for key, value in zero.items() if key != "offload_param"}}
 
 
 _CHECKPOINT_OFF = {"use_node_local_storage": False}

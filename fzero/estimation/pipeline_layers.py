@@ -169,7 +169,10 @@ class TracedLayers:
     ) -> None:  # fmt: skip
         self.module = model if isinstance(model, PipelineModule) else None
         if self.module is not None:
-            model, loss_fn = self.module.build(0, self.module.num_layers, device="meta"), loss_fn or self.module.loss_fn
+            model, loss_fn = (
+                self.module.build(0, self.module.num_layer_specs, device="meta"),
+                loss_fn or self.module.loss_fn,
+            )
             if loss_fn is None:
                 raise ValueError("loss_fn: a planned pipeline must have one, got None; pass loss_fn to PipelineModule")
             loss_fn = partial(_loss_of_pair, loss_fn)

@@ -144,7 +144,8 @@ def choose(
     have = {host.name: host.slots for host in hosts}
     for name, slots in named.items():
         if name not in have:
-            raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}")
+            hint = f"; hosts are separated by @, as in '{name.replace(',', '@')}'" if "," in name else ""
+            raise ValueError(f"{filters[0]} {text!r}: there is no host {name!r}; there are {', '.join(have)}{hint}")
         if missing := {*(slots or ())} - {*have[name]}:
             raise ValueError(f"{filters[0]} {text!r}: host {name!r} has no slot {min(missing)}; it has {[*have[name]]}")
     picked = {(name, slot) for name, slots in named.items() for slot in (have[name] if slots is None else slots)}

@@ -79,6 +79,9 @@ class PipelineModule(nn.Module):
         # In a tuple, so that modules among them are no submodules of this one.
         self._layer_specs: tuple[Layer, ...] = _checked(layers)
         self._num_layers = len(self._layer_specs)
+        self.num_layers: int = self.__dict__.get(
+            "num_layers", self._num_layers
+        )  # a model's own number, such as of its blocks
         self.tied: Mapping[str, Tied] = _tied(self._layer_specs)
         self._partition_method = partition_method
         self._grid: PipelineParallelGrid | None = None
@@ -118,8 +121,8 @@ class PipelineModule(nn.Module):
     # --- the partition -------------------------------------------------------------------------------------------------
 
     @property
-    def num_layers(self) -> int:
-        """The number of layers, callables included."""
+    def num_layer_specs(self) -> int:
+        """The number of layers, callables included; a subclass may set `num_layers` to a number of its own."""
         return len(self._layer_specs)
 
     def partition(self, num_parts: int, method: str | Sequence[int | LayerCost] | None = None) -> Bounds:
@@ -129,37 +132,39 @@ class PipelineModule(nn.Module):
             ValueError: as the class.
         """
         if method is None and num_parts == self.num_stages:
-            return check_bounds(self.parts, self.num_layers, num_parts)
+            return check_bounds(self.parts, self.num_layer_specs, num_parts)
         bounds = self._bounds(self._partition_method if method is None else method, num_parts)
         self._check_shared(bounds)
         return bounds
 
     def _bounds(self, method: str | Sequence[int | LayerCost], num_parts: int) -> Bounds:
-        if self.num_layers < num_parts:
+        if self.num_layer_specs < num_parts:
             raise ValueError(
-                f"partition: stages (times chunks of each) must be at most the number of layers, {self.num_layers}, "
+                f"partition: stages (times chunks of each) must be at most the number of layers, {self.num_layer_specs}, "
                 f"got {num_parts}; use fewer stages, or cut layers into smaller ones"
             )
         if not isinstance(method, str):
             given = list(method)
             costs = [cost for cost in given if isinstance(cost, LayerCost)]
-            if costs and len(costs) == len(given) == self.num_layers:
+            if costs and len(costs) == len(given) == self.num_layer_specs:
                 return partition_by_cost(costs, num_parts)
             if costs:
-                raise ValueError(f"partition: costs must be one for each of {self.num_layers} layers, got {len(given)}")
+                raise ValueError(
+                    f"partition: costs must be one for each of {self.num_layer_specs} layers, got {len(given)}"
+                )
             bounds = [bound for bound in given if not isinstance(bound, LayerCost)]
-            return check_bounds(bounds, self.num_layers, num_parts)
+            return check_bounds(bounds, self.num_layer_specs, num_parts)
         kind, _, pattern = method.partition(":")
         match kind.lower(), pattern.lower():
             case "uniform", "":
-                return uniform(self.num_layers, num_parts)
+                return uniform(self.num_layer_specs, num_parts)
             case "parameters", "":
                 return balanced(self._count_layer_params(), num_parts)
             case "parameters", "all":
                 return balanced(_numels(self._layer_specs, self._seeds, is_all=True), num_parts)
             case "type", _:
                 found = set(self._find_layer_type(pattern))
-                return balanced([int(index in found) for index in range(self.num_layers)], num_parts)
+                return balanced([int(index in found) for index in range(self.num_layer_specs)], num_parts)
         raise NotImplementedError(
             f"partition_method: must be 'uniform', 'parameters', 'parameters:all', 'type:REGEX', bounds or costs, "
             f"got {method!r}; give one of these"
@@ -174,7 +179,7 @@ class PipelineModule(nn.Module):
     def _set_bounds(self, start: int | None = None, stop: int | None = None) -> None:
         """The layers that this rank builds; all from the first or to the last, if None."""
         self._local_start = 0 if start is None else start
-        self._local_stop = self.num_layers if stop is None else stop
+        self._local_stop = self.num_layer_specs if stop is None else stop
 
     def _count_layer_params(self) -> list[int]:
         """The elements that train in each layer. Subclasses override it to count others."""

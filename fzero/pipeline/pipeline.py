@@ -142,7 +142,7 @@ def _stage_recipe(
 
 def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
     """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
-    whole = model.build(0, model.num_layers, device="meta")
+    whole = model.build(0, model.num_layer_specs, device="meta")
     buffers = replace(recipe, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}

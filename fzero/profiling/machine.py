@@ -117,11 +117,24 @@ class MachineReport:
     devices: tuple[str, ...]
     backends: tuple[str, ...]
     launchers: tuple[str, ...]
-    rates: MeasuredRates
+    rates: MeasuredRates | None = None
 
 
-def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int = 1) -> MeasuredRates:
-    """Measures the rates of this machine, in about five seconds.
+SECONDS = 60.0
+"""Of `fzero env`, by default."""
+Says = Callable[[str], None]
+"""Is called with what is measured next."""
+
+
+def measure_rates(
+    path: Path | str = ".",
+    *,
+    gather: bool = True,
+    num_ranks: int = 1,
+    says: Says = lambda what: None,
+    seconds: float = SECONDS,
+) -> MeasuredRates:
+    """Measures the rates of this machine, in about ten seconds.
 
     Args:
         path: a folder on the measured disk, with room for 256 MiB there and in memory.
@@ -129,17 +142,23 @@ def measure_rates(path: Path | str = ".", *, gather: bool = True, num_ranks: int
         num_ranks: the number of processes that measure at the same time, like ranks of a job on this machine; the result is
             the mean rate of one of them. With more than one, the gather is between all of them, and each has its part of the
             disk, which is measured first.
+        says: is called with each thing that is measured, before it is.
+        seconds: the time after which no other rate is measured; those that a dry run needs always are.
 
     Raises:
         OSError: the folder cannot be written to, or the disk is too small.
         RuntimeError: ranks could not be started.
     """
+    ends = time.monotonic() + seconds
+    says("the disk")
     write, read = disk_rates(Path(path))
     if num_ranks > 1:
+        says(f"all rates in {num_ranks} processes at once")
         rates = mean_rates([MeasuredRates(**rates) for rates in _run_ranks("rates_of_rank", num_ranks)])
         return replace(rates, disk_write=write / num_ranks, disk_read=read / num_ranks)
-    here, rate, latency = _rates_here(_device(1)), None, None
-    if gather:
+    here, rate, latency = _rates_here(_device(1), says, ends), None, None
+    if gather and time.monotonic() < ends:
+        says(NAMES["gather"][0])
         with suppress(RuntimeError):  # the ranks could not be started
             (rate, latency), _ = _run_ranks("gather_rate", 2)
     return replace(here, gather=rate, latency=latency, disk_write=write, disk_read=read)
@@ -150,29 +169,36 @@ def _device(num_ranks: int) -> torch.device:
     return torch.device("cuda" if torch.cuda.device_count() >= num_ranks else "cpu")
 
 
-def _rates_here(device: torch.device) -> MeasuredRates:
-    """The rates of this process alone, without the disk."""
+def _rates_here(device: torch.device, says: Says = lambda what: None, ends: float = float("inf")) -> MeasuredRates:
+    """The rates of this process alone, without the disk; None for the optional ones that come after `ends`."""
     has_gpu = device.type == "cuda"
     host = torch.ones(NBYTES // 4)
     target = torch.empty_like(host)
-    return MeasuredRates(
-        host_copy=NBYTES / usual(lambda: target.copy_(host), host.device, num_calls=NUM_COPIES),
-        device_copy=NBYTES / _on_gpu(host.cuda(), host.cuda()) if has_gpu else None,
-        to_device=NBYTES / _on_gpu(host.pin_memory(), host.cuda()) if has_gpu else None,
-        gather=None,
-        disk_write=None,
-        disk_read=None,
-        flops_fp32=matrix_rate(device, torch.float32, NUM_WEIGHTS),
-        flops_bf16=matrix_rate(device, torch.bfloat16, NUM_WEIGHTS),
-        attention_fp32=attention_rate(device, torch.float32),
-        attention_bf16=attention_rate(device, torch.bfloat16),
-        pointwise_fp32=pointwise_rate(device, torch.float32),
-        pointwise_bf16=pointwise_rate(device, torch.bfloat16),
-        update_fp32=update_rate(device, torch.float32),
-        update_bf16=update_rate(device, torch.bfloat16),
-        operator=None if has_gpu else operator_seconds(),
-        overlap=has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0)),
-    )
+    fp32, bf16 = torch.float32, torch.bfloat16
+    needed: dict[str, Callable[[], float]] = {
+        "host_copy": lambda: NBYTES / usual(lambda: target.copy_(host), host.device, num_calls=NUM_COPIES),
+        "flops_fp32": lambda: matrix_rate(device, fp32, NUM_WEIGHTS),
+        "flops_bf16": lambda: matrix_rate(device, bf16, NUM_WEIGHTS),
+    }
+    optional: dict[str, Callable[[], float] | None] = {
+        "device_copy": (lambda: NBYTES / _on_gpu(host.cuda(), host.cuda())) if has_gpu else None,
+        "to_device": (lambda: NBYTES / _on_gpu(host.pin_memory(), host.cuda())) if has_gpu else None,
+        "attention_fp32": lambda: attention_rate(device, fp32),
+        "attention_bf16": lambda: attention_rate(device, bf16),
+        "pointwise_fp32": lambda: pointwise_rate(device, fp32),
+        "pointwise_bf16": lambda: pointwise_rate(device, bf16),
+        "update_fp32": lambda: update_rate(device, fp32),
+        "update_bf16": lambda: update_rate(device, bf16),
+        "operator": None if has_gpu else operator_seconds,
+    }
+    found: dict[str, Any] = {}
+    for name, measure in {**needed, **optional}.items():
+        if measure is not None and (name in needed or time.monotonic() < ends):
+            says(NAMES[name][0])
+            found[name] = measure()
+    overlap = has_gpu or torch.get_num_threads() < len(os.sched_getaffinity(0))
+    rates: dict[str, Any] = {name: found.get(name) for name in (*needed, *optional)}
+    return MeasuredRates(**rates, gather=None, disk_write=None, disk_read=None, overlap=overlap)
 
 
 def _on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
@@ -281,8 +307,17 @@ def _checked(rates: MeasuredRates) -> MeasuredRates:
     return rates
 
 
-def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineReport:
-    """The report of `fzero env`; see `measure_rates`."""
+def machine_report(path: Path | str = ".", *, num_ranks: int = 1, **how: Any) -> MachineReport:
+    """The report of `fzero env`; arguments as for `measure_rates`."""
+    return replace(facts(path), rates=measure_rates(path, num_ranks=num_ranks, **how))
+
+
+def facts(path: Path | str = ".") -> MachineReport:
+    """The report without rates, which takes no time.
+
+    Raises:
+        OSError: there is no such folder.
+    """
     versions = {"python": platform.python_version()}
     for name in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -302,7 +337,6 @@ def machine_report(path: Path | str = ".", *, num_ranks: int = 1) -> MachineRepo
         devices=tuple(f"{one.name}, {one.total_memory / 2**30:.1f} GiB" for one in properties),
         backends=backends(),
         launchers=tuple(name for name in PROGRAMS if shutil.which(name)),
-        rates=measure_rates(path, num_ranks=num_ranks),
     )
 
 
@@ -330,16 +364,36 @@ NAMES = {
 
 def table(report: MachineReport) -> Table:
     """The report as a table, to paste into an issue."""
+    made = facts_table(report)
+    if report.rates is not None:
+        made.add_section()
+        for row in _rows(report.rates):
+            made.add_row(*row)
+    return made
+
+
+def facts_table(report: MachineReport) -> Table:
+    """The report without its rates."""
     made = Table("what", "here", title="fzero env", title_justify="left")
     for name, value in {**report.versions, **report.system}.items():
         made.add_row(name, value)
     made.add_row("devices", "\n".join(report.devices) or "none")
     made.add_row("backends", ", ".join(report.backends))
-    made.add_row("launchers", ", ".join(report.launchers) or "none", end_section=True)
-    for name, rate in asdict(report.rates).items():
-        what, unit = NAMES[name]
-        made.add_row(what, "not measured" if rate is None else _shown(rate, unit))
+    made.add_row("launchers", ", ".join(report.launchers) or "none")
     return made
+
+
+def rates_table(rates: MeasuredRates) -> Table:
+    """The rates alone."""
+    made = Table("what", "rate")
+    for row in _rows(rates):
+        made.add_row(*row)
+    return made
+
+
+def _rows(rates: MeasuredRates) -> list[tuple[str, str]]:
+    found = ((NAMES[name], rate) for name, rate in asdict(rates).items())
+    return [(what, "not measured" if rate is None else _shown(rate, unit)) for (what, unit), rate in found]
 
 
 def _shown(rate: float | bool, unit: str) -> str:

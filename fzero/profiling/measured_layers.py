@@ -49,12 +49,12 @@ def measure_layers(
     Returns:
         A `partition_method` of the module.
     """
-    whole = model.build(0, model.num_layers).to(device)
+    whole = model.build(0, model.num_layer_specs).to(device)
     inputs, labels = (optree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, part) for part in batch)
     costs = list[LayerCost]()
-    for index, layer in whole.calls(0, model.num_layers):
+    for index, layer in whole.calls(0, model.num_layer_specs):
         call = layer
-        if index == model.num_layers - 1 and model.loss_fn is not None:
+        if index == model.num_layer_specs - 1 and model.loss_fn is not None:
             call = _with_loss(layer, model.loss_fn, labels)
         runs = [_run(call, inputs, whole) for _ in range(repeats)]
         _, _, stored, outputs = runs[0]

@@ -94,10 +94,16 @@ def matrix_rate(
 ) -> float:
     """Floating point operations per second that a matrix product reaches on this device; the median of a few.
 
-    `num_weights` matrices are multiplied in turn: of several, none is in the cache of a CPU.
+    `num_weights` matrices are multiplied in turn: of several, none is in the cache of a CPU. Where that would take long, as in
+    bf16 on a processor without instructions for it, they are smaller.
     """
     device = torch.device(device)
     width, num_weights = (width, num_weights) if device.type == "cpu" else (8 * width, 1)
+    while width > 256 and device.type == "cpu":
+        small = torch.ones(width // 8, width // 8, dtype=dtype)
+        if 8**3 * num_weights * usual(lambda x=small: torch.mm(x, x), device) < MOST_SECONDS:  # type: ignore[misc]
+            break
+        width //= 2
     a, *weights = (torch.ones(width, width, dtype=dtype, device=device) for _ in range(1 + num_weights))
 
     def multiply() -> None:
@@ -157,15 +163,22 @@ def update_rate(
     return nbytes / usual(lambda: transform.update(grad, master, state), device)
 
 
+MOST_SECONDS = 2.0
+"""Of the calls of one measurement."""
+
+
 def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 7) -> float:
-    """The median seconds of some calls, after one warm-up call: a plan is of the usual step."""
-    seconds = []
-    for _ in range(1 + num_calls):
+    """The median seconds of some calls, after one warm-up call: a plan is of the usual step.
+
+    After `MOST_SECONDS` no further call is made; where the warm-up call alone takes longer, it counts.
+    """
+    seconds: list[float] = []
+    while len(seconds) <= num_calls and sum(seconds) < MOST_SECONDS:
         clock = _Clock(device)
         work()
         clock.mark("work")
         seconds.append(clock.total)
-    return statistics.median(seconds[1:])
+    return statistics.median(seconds[1:] or seconds)
 
 
 def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> float:

@@ -8,6 +8,7 @@ Shape letters: W ranks, S elements of a shard, P = W·S.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -183,6 +184,18 @@ def _copy(tree: Any) -> Any:
 
 
 COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
+
+
+@COLLECTIVE_LAWS.law(
+    "shards of any number of elements must be taken, none and odd numbers too, and nothing raised",
+    "The error above is your function's; a codec copies bytes (x.clone(memory_format=torch.contiguous_format)) before it views "
+    "them as a wider dtype, for they may have any strides, and are none of an empty shard",
+)
+def _raises(declared: Declared, example: Rounds) -> str | None:
+    for is_late in (False, True):
+        with suppress(StuckError, CollectiveError):  # of another law
+            _run(declared, example, is_late=is_late)
+    return None
 
 
 @COLLECTIVE_LAWS.law(

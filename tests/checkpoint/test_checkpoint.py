@@ -315,7 +315,7 @@ def test_fzero_that_is_not_installed_saves_and_loads(folder: Path, monkeypatch: 
     def version(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("fzero.checkpoint.saving.version", version)
+    monkeypatch.setattr("fzero.common.version.version", version)
     assert files.read_manifest(fzero.save(state, folder, step=step))["fzero"] == "not installed"
     assert_same(fzero.load(folder, step=step).state, state)
 

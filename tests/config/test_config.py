@@ -9,6 +9,7 @@ import re
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,12 @@ from hypothesis import given, strategies as st
 from fzero import Config, ConfigError
 from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
-from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, NOT_YET, REFUSED, SPELLINGS, TYPES
+from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, KNOWN, NOT_YET, REFUSED, SPELLINGS, TYPES
 from fzero.config.fields import block_of
 from fzero.config.optimizer_block import AdamW, with_overrides
 from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
-from fzero.config.unused_keys import children
+from fzero.config.unused_keys import MOST_PLACES, _honoured, children
 from sharding.testing import world_sizes
 
 
@@ -598,6 +599,25 @@ def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -
         message = refusal(with_type(at(f"{name}x", value)))
         nearest = re.match(rf"{re.escape(name)}x: unknown key; did you mean '(\w+)'\?", message)
         assert nearest and nearest[1] in {*children(block), *(n.rpartition(".")[2] for n in HONOURED)}, message
+
+
+def test_a_key_at_the_top_level_that_belongs_to_a_block_is_told_its_place() -> None:
+    top = {*Config.model_fields, *children("")}
+    names = sorted({name for name in (*_honoured(), *KNOWN) if "." in name and "*" not in name})
+    places: dict[str, list[str]] = {}
+    for name in names:
+        places.setdefault(name.rpartition(".")[2], []).append(name)
+    tried = 0
+    for key, found in places.items():
+        if len(found) <= MOST_PLACES and key not in top and not get_close_matches(key, top, 1, 0.8):
+            message = refusal({key: {}})
+            assert message.startswith(f"{key}: unknown key; did you mean ") and all(
+                repr(name) in message for name in found
+            )
+            tried += 1
+    assert tried > 60
+    for key in ("offload_optimizer", "offload_optimiser"):
+        assert refusal({key: {}}).endswith("did you mean 'zero_optimization.offload_optimizer'?")
 
 
 def test_a_key_that_stands_in_the_wrong_place_is_reported_its_place() -> None:

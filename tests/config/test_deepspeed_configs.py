@@ -359,3 +359,11 @@ def test_a_monitor_whose_package_is_missing_names_it(key: str, package: str, mon
         _train(**{key: {"enabled": True}})
     with pytest.raises(ConfigError, match=f"{key}.projekt: unknown key"):
         read({key: {"enabled": True, "projekt": "x"}})
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_parameters_are_not_offloaded_below_stage_3_and_a_warning_says_so(stage: int) -> None:
+    zero = {"stage": stage, "offload_param": {"device": "cpu"}}
+    with pytest.warns(ConfigWarning, match=f"offload_param: has no effect in stage {stage}, as in DeepSpeed"):
+        engine = fzero.initialize(model=nn.Linear(2, 1), config={**adam(lr=0.5), "zero_optimization": zero})[0]
+    assert engine.zero_offload_param() is None and engine.zero_optimization_stage() == stage

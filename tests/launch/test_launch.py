@@ -111,6 +111,7 @@ def test_a_wrong_hostfile_is_reported_with_its_line(text, reported):
         ({"include": "a", "exclude": "b"}, "--include and --exclude exclude each other"),
         ({"include": "a", "num_nodes": 1}, "--include and --num_nodes exclude each other"),
         ({"include": "c"}, "there is no host 'c'; there are a, b"),
+        ({"include": "a,b"}, "there is no host 'a,b'; there are a, b; hosts are separated by @, as in 'a@b'"),
         ({"exclude": "a:5"}, "host 'a' has no slot 5; it has [0, 1]"),
         ({"include": "a:"}, "'a:' is not 'host' or 'host:slot,slot'"),
         ({"include": "a@a:1"}, "names host 'a' twice"),

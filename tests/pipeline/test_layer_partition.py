@@ -257,6 +257,19 @@ def test_subclasses_set_bounds_and_count_parameters_as_with_upstream() -> None:
     assert (whole._local_start, whole._local_stop) == (0, 9)
 
 
+def test_a_subclass_has_a_number_of_layers_of_its_own() -> None:
+    class Model(PipelineModule):
+        def __init__(self) -> None:
+            super().__init__(layers(), num_stages=3)
+            assert self.num_layers == 9
+            self.num_layers = 4  # its blocks, say
+
+    model = Model()
+    assert (model.num_layers, model.num_layer_specs) == (4, 9) and model.partition(3) == module(num_stages=3).partition(
+        3
+    )
+
+
 def test_blocks_of_layers_are_recomputed_as_upstream_chooses() -> None:
     model = module(activation_checkpoint_interval=2)
     calls = [call for _, call in model.build(0, 9).calls(0, 9)]

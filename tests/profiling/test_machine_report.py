@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import fzero
 from fzero.__main__ import main
 from fzero.common.text_tables import as_text
 from fzero.profiling.machine import NAMES, MachineReport, MeasuredRates, disk_rates, table
@@ -68,8 +72,45 @@ def test_a_folder_that_cannot_be_written_to_is_reported(tmp_path: Path, capsys: 
     assert f"--path {tmp_path}/nowhere: " in capsys.readouterr().err
 
 
+def test_facts_come_at_once_and_then_what_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def measured(name: str, value: Any) -> None:
+        def measure(*args: Any, **kwargs: Any) -> Any:
+            order.append(capsys.readouterr().out + name)
+            return value
+
+        monkeypatch.setattr(f"fzero.profiling.machine.{name}", measure)
+
+    for name in ("matrix_rate", "attention_rate", "pointwise_rate", "update_rate", "operator_seconds"):
+        measured(name, 1e9)
+    measured("disk_rates", (1e9, 1e9))
+    measured("_run_ranks", [(1e9, 1e-6), None])
+    assert main(["env", "--path", str(tmp_path)]) == 0
+    assert f"free in {tmp_path}" in order[0] and order[0].endswith("disk_rates") and "┃ rate" in capsys.readouterr().out
+    assert {name.rpartition("\n")[2] for name in order} >= {"matrix_rate", "attention_rate", "_run_ranks"}
+    order.clear()
+    assert main(["env", "--json", "--seconds", "0", "--path", str(tmp_path)]) == 0
+    said = capsys.readouterr().err
+    assert [line for line in said.splitlines() if line] == [], "read while it was measured"
+    assert order == ["disk_rates", "matrix_rate", "matrix_rate"], "no other rates are needed"
+
+
+def test_a_slow_call_ends_a_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("fzero.profiling.profiler.MOST_SECONDS", 0.05)
+    usual(lambda: calls.append(time.sleep(0.1)), torch.device("cpu"))
+    assert len(calls) == 1
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fzero.__version__ == metadata.version("fzero")
+    assert main(["--version"]) == 0 and capsys.readouterr().out == f"fzero {fzero.__version__}\n"
+
+
 def test_a_rate_is_that_of_the_median_repetition() -> None:
-    import time
 
     pauses = iter([0.5, 0.1, 0.001, *[0.02] * 5])
     assert 0.02 <= usual(lambda: time.sleep(next(pauses)), torch.device("cpu")) < 0.1

@@ -561,7 +561,18 @@ def keeping_its_own(shard_S: Tensor, axis: Any, state: Any) -> tuple[Tensor, Any
     return full_P, state
 
 
-ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS, PLANS, LATE = (
+def with_bytes(decode: Callable[[Tensor, int, torch.dtype], Tensor]) -> CommHook:
+    """Sends float32 as bytes, which `decode` reads."""
+
+    def encode(x: Tensor) -> Tensor:
+        wide = x.float()
+        return wide.contiguous().view(torch.uint8) if x.numel() else wide.to(torch.uint8)
+
+    exactly = fzero.comms.codecs.Codec("bytes", lambda n: 4 * n, encode, decode, lambda x: torch.zeros_like(x).double())
+    return fzero.comms.compressed(exactly)
+
+
+RAISES, ENDS, GIVEN, FORM, SAME, JOINS, ADDS, LOSES, STATE, AGAIN, SENDS, PLANS, LATE = (
     law.sentence for law in COLLECTIVE_LAWS
 )
 BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
@@ -574,6 +585,18 @@ BROKEN_COLLECTIVES: dict[str, tuple[CommHook, float, str, str]] = {
     "no tail": (gathering(without_tail), 0, JOINS, "gather gives"),
     "cuts the tail": (gathering(lambda full, shard, axis: full[:-1]), 0, FORM, r"gather gives \(\("),
     "another dtype": (reducing(lambda total, *_: total.half()), 0, FORM, "torch.float16"),
+    "reads strided bytes": (
+        with_bytes(lambda codes, numel, dtype: codes.T.view(torch.float32).T[..., :numel].to(dtype)),
+        0,
+        RAISES,
+        "it raises RuntimeError: self",
+    ),
+    "reads no empty bytes": (
+        with_bytes(lambda codes, numel, dtype: codes.view(torch.float32)[..., :numel].to(dtype)),
+        0,
+        RAISES,
+        "it raises RuntimeError: self",
+    ),
     "never sends": (gather_by(waiting_for_rank_0), 0, ENDS, "rank 1 waits for rank 0, which has ended"),
     "sends to nobody": (gather_by(sending_to_nobody), 0, ENDS, "never received|waits"),
     "mutates": (gathering(mutating), 0, GIVEN, "gather writes to what it is given on rank"),

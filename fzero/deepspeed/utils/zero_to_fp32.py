@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +56,28 @@ def _weights(dir: Path, *, without_frozen: bool) -> dict[str, Tensor]:
         x = found.full(next(key for key in (f"master.{name}", f"model.{name}") if key in found.stored))
         read[name] = x.float() if x.is_floating_point() else x
     return {key: read[name] for key, name in names.items()}
+
+
+def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[str]:
+    """The files of a folder whose names match, those with numbers in the order of these.
+
+    Raises:
+        FileNotFoundError: there are none, as in a checkpoint of fzero, whose tensors are in `*.distcp`.
+    """
+    found = glob.glob(os.path.join(checkpoint_dir, glob_pattern))
+    if not found:
+        raise FileNotFoundError(f"can't find {glob_pattern} files in directory '{checkpoint_dir}'")
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """The files of optimizer states in a checkpoint of DeepSpeed."""
+    return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")
+
+
+def get_model_state_files(checkpoint_dir: str | Path) -> list[str]:
+    """The files of model states in a checkpoint of DeepSpeed."""
+    return get_checkpoint_files(checkpoint_dir, "*_model_states.pt")
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
