@@ -231,7 +231,9 @@ def _simulated(scale: Scale, how: str) -> tuple[float, float]:
     results: list[dict[str, Any]] = []
     for stage in (0, 1, 3):
         torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))).to(scale.device)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(24, 24), nn.Tanh(), nn.Dropout(0.1)) for _ in range(3))).to(
+            scale.device
+        )
         zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
         cfg = {"optimizer": SGD, "zero_optimization": zero}
         step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: (model(x) - x).square().mean())

@@ -12,9 +12,9 @@ from unittest import mock
 import optree
 import pytest
 import torch
+from devices import where
 from ranks import RankPool
 from torch.multiprocessing.reductions import StorageWeakRef
-from devices import where
 from training import Odd, Plain, adamw, config, make, part, tokens, train, train_plainly, vectors, weights_of
 
 import fzero

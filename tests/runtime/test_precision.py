@@ -283,9 +283,7 @@ def _gathers_the_master(stage: int) -> bool:
     model = make(Odd)
     step = fzero.make_train_step(model, config(stage) | {"bf16": {"enabled": True}})
     full = step.gather(step.init())
-    return all(
-        torch.equal(full[name], tensor) for name, tensor in weights_of(model).items() if "1.up.bias" not in name
-    )
+    return all(torch.equal(full[name], tensor) for name, tensor in weights_of(model).items() if "1.up.bias" not in name)
 
 
 @pytest.mark.parametrize("stage", range(4))

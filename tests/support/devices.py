@@ -48,8 +48,7 @@ ON_A_DEVICE: tuple[tuple[str, str], ...] = (
 
 LOCKSTEP = "ranks in lockstep are on the CPU only"
 ORACLE = "its plain loop makes tensors on the CPU"
-NOT_ON_A_DEVICE: dict[str, str] = {
-}
+NOT_ON_A_DEVICE: dict[str, str] = {}
 """Parts of names of tests within these files that cannot run there, and why."""
 
 Where = Literal["cpu", "cuda", "pretended"]
