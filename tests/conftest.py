@@ -124,11 +124,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.collect()
     gc.freeze()
     if (
-        devices.where() == "cpu"
+        devices.where() != "cuda"
         and any("ranks" in getattr(item, "fixturenames", ()) for item in session.items)
         and not session.config.option.collectonly
     ):
-        POOLS.append(RankPool("fork"))
+        POOLS.append((RankPool if devices.where() == "cpu" else devices.PretendedRanks)("fork"))
 
 
 def cover(cases: Sequence[dict[str, object]], strength: int) -> list[bool]:
@@ -189,7 +189,7 @@ def on_the_device() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[RankPool | devices.OneRank]:
-    (pool,) = POOLS if devices.where() == "cpu" else (devices.OneRank(),)
+    (pool,) = POOLS if devices.where() != "cuda" else (devices.OneRank(),)
     yield pool
     pool.close()
 

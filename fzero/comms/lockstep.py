@@ -1,8 +1,9 @@
 """The ranks of a job in one process, in lockstep. The results have the same bits as with one process per rank.
 
 Each rank is a thread, and one thread runs at a time. When it needs a message that has not been sent yet, the next rank that can
-continue runs. Each rank has its own random numbers: the states of torch's generators, those of the ranks' device among them, are
-saved when a rank stops, and restored when it continues. All ranks launch their work on the caller's stream, in turn. Kernels use as many threads as in the calling thread, because that decides how their sums are split.
+continue runs. Each rank has its own random numbers: the states of torch's generators, of the CPU and of the ranks' device, are
+saved when a rank stops, and restored when it continues. All ranks launch work on the caller's stream. Kernels use as many
+threads as in the calling thread, because that decides how their sums are split.
 """
 
 from __future__ import annotations

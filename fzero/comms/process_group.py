@@ -45,13 +45,14 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         me, kind = launched(), torch.device(device).type
         if me is None:
             return ProcessAxis(name)
-        if kind == "cuda":
-            torch.cuda.set_device(me.local_rank)
         # torchrun's agent may hold the store; only env:// finds it there.
         where: dict[str, Any] = {"init_method": "env://"}
         if me.by != "torchrun":
             url = f"tcp://{me.master_addr}:{me.master_port}"
             where = {"init_method": url, "rank": me.rank, "world_size": me.world_size}
+        if kind == "cuda":  # NCCL connects here, and a rank that cannot is reported here; a barrier knows the GPU
+            where["device_id"] = torch.device("cuda", me.local_rank)
+            torch.cuda.set_device(me.local_rank)
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout or timeout_of(os.environ), **where)
         atexit.register(_leave)

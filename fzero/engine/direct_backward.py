@@ -9,6 +9,9 @@ saved parameter that must be gathered again, and a parameter's gradient. A callb
 has run. In between everything is as in `engine.backward`, with the same collectives in the same order, on all ranks.
 
 After an error of autograd the callback does not come; then the next call of the engine ends the backward (`settle`).
+
+On a GPU autograd would run nodes in a thread of its own. The first forward of an engine switches this off for the thread that
+calls it, so that the script's backwards run where fzero's do.
 """
 
 from __future__ import annotations
@@ -52,6 +55,8 @@ class DirectBackward:
     def watch(self, work: ForwardBackward, outputs: Any) -> None:
         """Lets a backward from the outputs of a forward begin at their nodes, before modules that run again in it."""
         work.forwards.begins = lambda: self._begin(work)
+        if work.transfer.device.type == "cuda":
+            torch.autograd.set_multithreading_enabled(False)
 
         def begin_early(grads: Any) -> None:
             if work.status == "idle":

@@ -229,7 +229,11 @@ class ForwardBackward:
         try:
             with torch.autograd.set_multithreading_enabled(False):  # else, on CUDA, nodes run in another thread
                 yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                from fzero.runtime.out_of_memory import explain  # a step that fits does not load it
+
+                explain(error, self.plan)
             self._abandon()
             raise
         self.status = "idle"

@@ -29,7 +29,13 @@ def first_state(run: StepRuntime, params: Mapping[str, Tensor] | None, init_fn: 
         params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
     meet("TrainStep.init", run.mesh.world)
     run.learned.origin.look(given=params is not None)
-    state = run.builder.make(run.mesh, params, init_fn)
+    try:
+        state = run.builder.make(run.mesh, params, init_fn)
+    except torch.OutOfMemoryError as error:
+        from fzero.runtime.out_of_memory import explain
+
+        explain(error, run.plan)
+        raise
     return state if run.stages is None else run.stages.first_state(run, state)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import here
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -60,8 +61,8 @@ class Net(nn.Module):
         self.groups = nn.ModuleList(Group() for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(LENGTH)[None]
-        mask = torch.full((LENGTH, LENGTH), -1e4).triu(1)[None, None].repeat(len(tokens), 1, 1, 1)
+        places = torch.arange(LENGTH, device=tokens.device)[None]
+        mask = torch.full((LENGTH, LENGTH), -1e4, device=tokens.device).triu(1)[None, None].repeat(len(tokens), 1, 1, 1)
         x = self.embed(tokens)
         for group in self.groups:
             x = group(x, mask, places)
@@ -69,7 +70,7 @@ class Net(nn.Module):
 
 
 def tokens(index: int, batch: int = BATCH) -> Tensor:
-    return torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(index))
+    return here(torch.randint(0, VOCABULARY, (batch, LENGTH), generator=torch.Generator().manual_seed(index)))
 
 
 LTD = RandomLTD(layers=[1, 2], schedule=SCHEDULE, mask="mask")
@@ -111,14 +112,14 @@ def plainly() -> list[float]:
     """A loop of plain PyTorch on one process, whose layers 1 and 2 see the kept tokens."""
     model = make(Net)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.3), []
-    causal = torch.full((LENGTH, LENGTH), -1e4).triu(1)
+    causal = here(torch.full((LENGTH, LENGTH), -1e4).triu(1))
     for n in range(6):
         batch, length = tokens(n), SCHEDULE(n)
         x = model.embed(batch)
         for number, layer in enumerate(layer for group in model.groups for layer in group.layers):
-            places = torch.arange(LENGTH).expand(BATCH, -1)
+            places = here(torch.arange(LENGTH)).expand(BATCH, -1)
             if number in (1, 2) and length < LENGTH:
-                places = kept_tokens(key_of(1234, n, number, 0), torch.arange(BATCH), num=length, of=LENGTH)
+                places = kept_tokens(key_of(1234, n, number, 0), here(torch.arange(BATCH)), num=length, of=LENGTH)
             rows = []
             for sample in range(BATCH):
                 own = places[sample]

@@ -6,7 +6,8 @@ compute stream has nothing left to do. On a card PyTorch reports them (`set_sync
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
@@ -51,11 +52,14 @@ def small(number: int) -> Any:
     return vectors(number, 8, 8)
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Case(NamedTuple):
-    keys: dict[str, Any] = {}
+    keys: Mapping[str, Any] = NOTHING
     model: Callable[[], nn.Module] = lambda: Plain(8, 2)
     data: Callable[[int], Any] = small
-    options: dict[str, Any] = {}
+    options: Mapping[str, Any] = NOTHING
 
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_num_steps": 10}}
@@ -86,7 +90,7 @@ def card() -> Iterator[None]:
 def learned(stage: int, precision: str, case: Case, **options: Any) -> list[str]:
     """What the host waits for in the third step."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    cfg = {"optimizer": AdamW, "zero_optimization": zero} | PRECISIONS[precision] | case.keys
+    cfg = {"optimizer": AdamW, "zero_optimization": zero} | PRECISIONS[precision] | dict(case.keys)
     step = fzero.make_train_step(make(case.model), cfg, **case.options, **options)
     state, batch = step.init(), case.data(0)
     for _ in range(2):
@@ -149,7 +153,7 @@ def test_a_step_in_one_graph_waits_to_know_how_many_updates_were_skipped(precisi
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_waits_to_know_whether_its_scheduler_goes_on(stage: int, precision: str, case: str) -> None:
     """Once in each update that may be skipped, as DeepSpeed's does: then the scheduler must not step."""
-    keys = CASES[case].keys | PRECISIONS[precision]
+    keys = dict(CASES[case].keys) | PRECISIONS[precision]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     cfg = {"optimizer": AdamW, "train_micro_batch_size_per_gpu": 8, "zero_optimization": zero} | keys
     engine, *_ = fzero.initialize(model=make(CASES[case].model), config=cfg)

@@ -659,3 +659,48 @@ def test_place_brings_a_short_tensor_of_an_optimizer_to_where_the_update_runs() 
                 state, _ = steps[index](fzero.place(state, steps[index]), batch)
             found.append(steps[order[-1]].gather(state))
         assert all(same_bits(x, found[0][name]) for others in found for name, x in others.items())
+
+
+@pytest.mark.parametrize("where", ["init", "forward", "backward"])
+def test_an_error_for_want_of_memory_shows_the_plan_the_peak_and_where_a_snapshot_is(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 * 2**30)
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", written.append)
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    with PretendedCuda():
+        step = fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), {"zero_optimization": {"stage": 3}})
+        batch = tuple(x.cuda() for x in vectors(0, 4, WIDTH))
+        if where == "init":
+            monkeypatch.setattr(type(step.runtime.builder), "make", fails)
+        else:
+            state = step.init()
+            monkeypatch.setattr(f"torch.{'tanh' if where == 'forward' else 'autograd.backward'}", fails)
+        with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
+            step.init() if where == "init" else step(state, batch)
+    (note,) = caught.value.__notes__
+    assert f"parameters {sum(4 * b.padded_numel for b in step.plan.flat_buffers)} B, " in note
+    assert "GiB allocated, 3.000 GiB reserved" in note and len(written) == 1 and written[0] in note
+    assert Path(written[0]).parent == tmp_path
+
+
+def test_a_backward_of_a_script_runs_in_its_thread_from_the_first_forward_of_an_engine() -> None:
+    """On a device autograd would use another thread, in which nothing is bound."""
+    with PretendedCuda():
+        cfg = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        engine, *_ = fzero.initialize(model=make(lambda: Plain(WIDTH, 2)).cuda(), config=cfg)
+        assert torch._C._is_multithreading_enabled()
+        try:
+            loss = engine(*(x.cuda() for x in vectors(0, 4, WIDTH)))
+            found: list[bool] = []
+            loss.register_hook(lambda grad: found.append(torch._C._is_multithreading_enabled()))
+            loss.backward()
+            engine.step()
+            assert found == [False]
+        finally:
+            torch.autograd.set_multithreading_enabled(True)

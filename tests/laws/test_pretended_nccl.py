@@ -19,7 +19,9 @@ from torch import Tensor
 from training import Plain, make, part, vectors
 
 import fzero
+from fzero.comms import process_group
 from fzero.comms.process_group import group_of
+from fzero.comms.rendezvous import RankInfo
 from fzero.optim.transforms import same_bits
 from sharding import Mesh
 
@@ -171,3 +173,24 @@ def group_beside_a_bound_device() -> bool:
 
 def test_a_group_of_some_ranks_needs_no_call_of_the_others_where_the_job_has_bound_its_device(ranks: RankPool) -> None:
     assert all(ranks(4, group_beside_a_bound_device))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_job_on_cards_binds_each_rank_to_its_own(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then NCCL connects when the group is made, where a rank that cannot is reported. gloo gets no device."""
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr(process_group, "launched", lambda: RankInfo(1, 4, 3, "127.0.0.1", 29500, "torchrun"))
+    monkeypatch.setattr(process_group, "keep_watch", lambda: None)
+    monkeypatch.setattr(process_group.atexit, "register", lambda leave: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: bool(made))
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **how: made.append(how | {"backend": backend}))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    chosen: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    assert fzero.join(device).rank == 1
+    (how,) = made
+    if device == "cpu":
+        assert how["backend"] == "gloo" and "device_id" not in how and not chosen
+    else:
+        assert how["backend"] == "nccl" and how["device_id"] == torch.device("cuda", 3) and chosen == [3]

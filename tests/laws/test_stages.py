@@ -12,6 +12,7 @@ from unittest import mock
 import optree
 import pytest
 import torch
+from devices import where
 from ranks import RankPool
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -291,7 +292,7 @@ def test_stage_3_holds_at_most_the_two_largest_units(
         for index, (peak, total, left, reused, plan) in enumerate(seen):
             two_largest = sum(sorted(unit.gathered_numel for unit in plan.units)[-2:])
             assert max(unit.gathered_numel for unit in plan.units) <= peak["gather"] <= two_largest
-            assert left == (0, 0) and reused > 0
+            assert left == (0, 0) and (reused > 0) == (where() == "cpu"), "a card's allocator reuses memory"
             whole = sum(unit.gathered_numel for unit in plan.units)
             assert total["gather"] > whole, "units must be gathered again in the backward"
             if index == 1 and model is Plain:

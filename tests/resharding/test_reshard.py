@@ -189,7 +189,9 @@ def _statistics(path: str, buffer: FlatParamPlan) -> Tensor:
 
 
 def states_of(step: fzero.TrainStep) -> list[TrainState[Tensor]]:
-    return [state_of(step, rank) for rank in range(step.world_size)]
+    """The ranks' states, where the step holds them."""
+    states = [state_of(step, rank) for rank in range(step.world_size)]
+    return states if step.device.type == "cpu" else [fzero.place(state, step) for state in states]
 
 
 def assert_same(states: list[Any], others: list[Any]) -> None:
@@ -201,7 +203,7 @@ def assert_same(states: list[Any], others: list[Any]) -> None:
         assert treespec == their_treespec
         for accessor, leaf, their in zip(accessors, leaves, theirs, strict=True):
             assert leaf.dtype == their.dtype, accessor.codify("state")
-            assert torch.equal(leaf, their), accessor.codify("state")
+            assert torch.equal(leaf.cpu(), their.cpu()), accessor.codify("state")
 
 
 # --- in one process ----------------------------------------------------------------------------------------------

@@ -84,9 +84,13 @@ def train(
     return state, reported
 
 
+def on_cpu(tree: Any) -> Any:
+    return optree.tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, tree)
+
+
 def differing(state: fzero.TrainState[Any], expected: fzero.TrainState[Any]) -> list[str]:
     """The tensors with other bits; gradients that overflowed are left as the update found them."""
-    state, expected = in_memory(state)._replace(grads={}), in_memory(expected)._replace(grads={})
+    state, expected = (on_cpu(in_memory(x)._replace(grads={})) for x in (state, expected))
     accessors = optree.tree_accessors(expected)
     pairs = zip(accessors, optree.tree_leaves(state), optree.tree_leaves(expected), strict=True)
     return [accessor.codify("state") for accessor, x, y in pairs if not same_bits(x, y)]

@@ -1,8 +1,9 @@
 """The device of the tests: the processor, a card (`pytest --device cuda`), or the pretended one (`--device pretended`).
 
 Tests make models and batches by `training.make`, `tokens` and `vectors`, which put them on the device, or take the fixture
-`device`. On a device only the tests of `ON_A_DEVICE` run, in this order, with one real rank: NCCL takes one for each card. Those
-that have not begun by `--until` are reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
+`device`. On a device only the tests of `ON_A_DEVICE` run, in this order. A card has one real rank, for NCCL takes one for each
+card; the pretended one has as many as are asked for, with collectives of a pretended NCCL. Tests that have not begun by
+`--until` are reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
 """
 
 from __future__ import annotations
@@ -18,11 +19,30 @@ from typing import Any, Literal, TypeVar
 
 import pytest
 import torch
+from ranks import RankPool
 
 ON_A_DEVICE: tuple[tuple[str, str], ...] = (
+    ("laws/test_host_waits.py", ""),
     ("laws/test_stages.py", ""),
-    ("runtime/test_accumulation.py", ""),
     ("runtime/test_precision.py", ""),
+    ("runtime/test_accumulation.py", ""),
+    ("storage/test_offload.py", ""),
+    ("storage/test_offload_params.py", ""),
+    ("checkpoint/test_checkpoint.py", ""),
+    ("resharding/test_reshard.py", ""),
+    ("generation/test_generating.py", ""),
+    ("generation/test_memory.py", ""),
+    ("graph/test_compiled.py", ""),
+    ("compression/test_training.py", ""),
+    ("compression/test_kept_values.py", ""),
+    ("data/test_token_dropping.py", ""),
+    ("attention/test_modules.py", ""),
+    ("attention/test_kernels.py", ""),
+    ("model/test_checkpointing.py", ""),
+    ("optim/test_loss_scaling.py", ""),
+    ("optim/test_transforms.py", ""),
+    ("step/test_simulate.py", ""),
+    ("step/test_verbs.py", ""),
 )
 """File of tests, and a part of the names of functions (all, if it is empty), by worth."""
 
@@ -65,6 +85,20 @@ class OneRank:
 
     def close(self) -> None:
         pass
+
+
+class PretendedRanks(RankPool):
+    """Ranks of which each has a pretended card."""
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        return super().__call__(world_size, on_a_pretended_rank, function, *args, **kwargs)
+
+
+def on_a_pretended_rank(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    from pretended_nccl import pretended_nccl
+
+    with pretended(), pretended_nccl(CARDS[-1]):
+        return function(*args, **kwargs)
 
 
 @contextmanager

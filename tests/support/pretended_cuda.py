@@ -16,8 +16,9 @@ the host has done and after what is on its stream, and the host goes on at once.
 3. AssertionError: memory given back while a stream uses it of which PyTorch's allocator does not know (`record_stream`).
 
 Pessimistic: the bytes of a view with gaps go from its first to its last. Not seen: threads other than those of ranks in lockstep,
-what batching rules of `torch.vmap` make, collectives of NCCL, changes by numpy, gradients of a copy between the memories, and
-`with torch.device("cuda")`. A card has a random state of its own, from which it draws the host's numbers; its autocast is the host's.
+what `torch.vmap` and a capture make in C++, collectives of NCCL, changes by numpy, gradients of a copy between the memories, and
+`with torch.device("cuda")`. A card has a random state of its own, from which it draws the host's numbers; its autocast is that
+of the host.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -501,8 +501,8 @@ class PretendedCuda(TorchDispatchMode):
 
     def _functions(self) -> dict[str, Any]:
         return {
-            "Stream": partial(Stream, self),
-            "Event": lambda **options: Event(self, **options),
+            "Stream": type("Stream", (Stream,), {"__init__": _made_for(Stream, self)}),
+            "Event": type("Event", (Event,), {"__init__": _made_for(Event, self)}),
             "stream": self._on,
             "current_stream": lambda device=None: self.current,
             "default_stream": lambda device=None: self.default,
@@ -543,6 +543,15 @@ class PretendedCuda(TorchDispatchMode):
 
 
 _REAL = {name: getattr(torch.Tensor, name) for name in ("device", "to", "numpy", "tolist", "__deepcopy__")}
+
+
+def _made_for(cls: type, card: PretendedCuda) -> Callable[..., None]:
+    """The constructor of streams or events of a card."""
+
+    def made(of: Any, *args: Any, **kwargs: Any) -> None:
+        cls.__init__(of, card, *args, **kwargs)  # type: ignore[misc]
+
+    return made
 
 
 def is_lazy(x: Tensor) -> bool:
