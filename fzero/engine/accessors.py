@@ -21,9 +21,12 @@ from fzero.profiling.reports import Profile
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fzero.data.loader import CurriculumLoader
     from fzero.engine.dataloader import ResumableLoader
     from fzero.engine.optimizer import EngineOptimizer
+    from fzero.step import TrainStep
 
 
 class LossScaleNumber(float):
@@ -65,6 +68,7 @@ class Accessors(UsesDataEfficiency):
     _monitors: list[Write]
     _watch: StepLog
     comms_log: CommsLog | None
+    active_step: Callable[[], TrainStep]
 
     # --- batch sizes ---------------------------------------------------------------------------------------------
 
