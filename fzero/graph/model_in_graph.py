@@ -30,7 +30,7 @@ from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed
 from fzero.model.errors import INSIDE, UNRELATED, late, marked, of_own_class, was_changed, wrong_kind
 from fzero.model.fetched_parameters import FetchedParameters, marks_of, new_marks
-from fzero.model.own_params import Substitutes, check_no_hooks, enter, own_class, shape_and_dtype
+from fzero.model.own_params import Substitutes, check_no_hooks, own_class, shape_and_dtype, substituted
 from fzero.runtime.loss import LossFn, loss_of
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.token_dropping import replacing
@@ -290,11 +290,8 @@ class ModelInGraph:
         def fetch(name: str) -> Tensor:
             return see(name) if name in self._compress.params else tensors[name]
 
-        leave = enter(Substitutes.of(own, names, fetch, buffer, self._held))
-        try:
+        with substituted(Substitutes.of(own, names, fetch, buffer, self._held)):
             yield
-        finally:
-            leave()
 
 
 def as_parameter(tensor: Tensor) -> Tensor:

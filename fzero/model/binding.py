@@ -98,7 +98,7 @@ class Binding:
         slots: list[_BufferSlot] = []
         own, marks = self._named([(place, own_parameters) for place, own_parameters, _ in found])
         names_of, fetch = self._names_of, partial(marked, fetch, marks) if marks else fetch
-        lister, leave = _lister(names_of, self._tied, fetch), None
+        lister = _lister(names_of, self._tied, fetch)
         listers: list[tuple[nn.Module, Any]] = []  # with a lister of their own, for example of an outer binding
         try:
             for place, own_parameters, own_buffers in found:
@@ -110,17 +110,15 @@ class Binding:
                 attributes["_buffers"] = dict(own_buffers)
                 if own_buffers:
                     slots += _bind_buffers(place.module, place.prefix, self._aliases, buffers)
-            leave = own_params.enter(self._substitutes(own, names_of, fetch, slots))
-            yield
-            for place, _, own_buffers in found:
-                _check_slots(place, own_buffers)
-            if any(place.module._modules != place.children for place in places):
-                _check_places(self._model, places)
-            for slot in slots:
-                slot.check_kind()
+            with own_params.substituted(self._substitutes(own, names_of, fetch, slots)):
+                yield
+                for place, _, own_buffers in found:
+                    _check_slots(place, own_buffers)
+                if any(place.module._modules != place.children for place in places):
+                    _check_places(self._model, places)
+                for slot in slots:
+                    slot.check_kind()
         finally:
-            if leave is not None:
-                leave()
             for slot in slots:
                 slot.take_marks()
                 if slot.before is not None and slot.now is not None and slot.now is not slot.before:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, NamedTuple, Self
 
@@ -139,23 +140,30 @@ def own_class(x: Tensor) -> type | None:
     return kind if is_own else None
 
 
-def enter(substitutes: Substitutes) -> Callable[[], None]:
-    """Substitutes present values for tensors of a module; returns a function that ends the substitution."""
+@contextmanager
+def substituted(substitutes: Substitutes) -> Iterator[None]:
+    """In the body, operators get present values for the tensors of a module, by this thread. Nothing of PyTorch, and no class of
+    a parameter, stays changed behind the last such body."""
     mine = _Bound(threading.get_ident(), substitutes)
-    _BOUND.append(mine)
-    for x in substitutes.own.values():
-        if type(x) in _STAND_INS:  # a subclass has rules of its own
-            x.__class__ = _STAND_INS[type(x)]
-
-    def leave() -> None:
+    try:
+        if not _BOUND:
+            nn.Parameter.is_leaf = property(_is_leaf)  # type: ignore[assignment]
+            parametrize._maybe_set = _maybe_set
+        _BOUND.append(mine)
+        for x in substitutes.own.values():
+            if type(x) in _STAND_INS:  # a subclass has rules of its own
+                x.__class__ = _STAND_INS[type(x)]
+        yield
+    finally:
         # By identity: two bindings of one module are equal as values.
         _BOUND[:] = [bound for bound in _BOUND if bound is not mine]
         still_bound = set().union(*(bound.substitutes.own for bound in _BOUND))
         for key, x in substitutes.own.items():
             if type(x) in _PLAIN and key not in still_bound:
                 x.__class__ = _PLAIN[type(x)]
-
-    return leave
+        if not _BOUND and "is_leaf" in vars(nn.Parameter):
+            del nn.Parameter.is_leaf
+            parametrize._maybe_set = _MAYBE_SET
 
 
 _MAYBE_SET = parametrize._maybe_set
@@ -168,13 +176,9 @@ def _maybe_set(dest: Tensor, src: Tensor) -> None:
         _MAYBE_SET(dest, src)
 
 
-parametrize._maybe_set = _maybe_set
-
-
 def pass_as_parameter(tensor: Tensor, name: str) -> None:
-    """Makes a tensor of the state look like the module's parameter `name`: `nn.Parameter` by class, and a leaf of autograd."""
-    if not isinstance(nn.Parameter.is_leaf, property):  # a class of its own could not pass as nn.Parameter
-        nn.Parameter.is_leaf = property(_is_leaf)  # type: ignore[assignment]
+    """Makes a tensor of the state look like the module's parameter `name`: `nn.Parameter` by class (one of its own could not pass
+    as that), and, while a module is bound, a leaf of autograd."""
     tensor.__class__ = nn.Parameter  # type: ignore[assignment]
     tensor.fzero_name = name  # type: ignore[attr-defined]
 

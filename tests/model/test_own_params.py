@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -1064,3 +1066,47 @@ def test_attributes_of_buffers_are_the_modules_and_none_of_the_state(options: di
     assert (with_attribute.loss.item(), without.loss.item()) == (expected, expected / 4)  # a power of two
     assert not any(vars(buffer) for buffer in state.buffers.values())
     copy.deepcopy(state)
+
+
+def _by_a_thread(function: Callable[[], Tensor]) -> Tensor:
+    found: list[Tensor] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0] if found else torch.zeros(1, 4)
+
+
+class Ends(Model):
+    """Its forward ends in one of several ways."""
+
+    way = ""
+    inside: list[bool] = []  # noqa: RUF012 - what was changed in the forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inside.append(type(self.a.weight) is not nn.Parameter or "is_leaf" in vars(nn.Parameter))
+        if self.way == "an error":
+            raise ValueError("an error")
+        if self.way == "an interrupt":
+            raise KeyboardInterrupt
+        if self.way == "a thread":
+            _by_a_thread(lambda: self.a.weight.sum())
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("compile", [None, "step"])
+@pytest.mark.parametrize("way", ["", "a thread", "an error", "an interrupt"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_nothing_of_the_model_or_of_pytorch_stays_changed_behind_a_step(stage: int, way: str, compile: Any) -> None:
+    model = make(Ends)
+    how: dict[str, Any] = {} if compile is None else {"compile": compile, "compile_backend": "aot_eager"}
+    step = fzero.make_train_step(model, config(stage), units=["a", "b"], **how)
+    state = step.init()
+    Ends.way, Ends.inside = way, []
+    try:
+        with suppress(ValueError, KeyboardInterrupt, fzero.CompileError):
+            step(state, batches()[0])
+    finally:
+        Ends.way = ""
+    assert any(Ends.inside) or compile == "step"  # a capture takes back what it did to lists
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert "is_leaf" not in vars(nn.Parameter) and parametrize._maybe_set.__module__ == parametrize.__name__
