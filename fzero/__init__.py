@@ -11,6 +11,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from fzero.common.doors import door
+from fzero.common.version import __version__ as __version__
 from fzero.runtime.hooks import observe_steps
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from fzero.checkpoint.loading import load as load
     from fzero.checkpoint.saving import save as save, start_save as start_save
     from fzero.checkpoint.weights import load_weights as load_weights
-    from fzero.common.version import __version__ as __version__
     from fzero.comms.axes import CollectiveError as CollectiveError
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.rendezvous import launched as launched
@@ -54,7 +54,6 @@ else:
             "checkpoint.loading": "load",
             "checkpoint.saving": "save start_save",
             "checkpoint.weights": "load_weights",
-            "common.version": "__version__",
             "comms.axes": "CollectiveError",
             "comms.process_group": "join shutdown",
             "comms.rendezvous": "launched",

@@ -28,6 +28,7 @@ from fzero.config.fields import (
     block_of,
     later,
     message_of,
+    names_in,
 )
 from fzero.config.offload import AIO
 from fzero.config.optimizer_block import AdamW, OptimizerBlock
@@ -389,4 +390,4 @@ def _explain(detail: ErrorDetails) -> str:
         return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
     from fzero.config.unused_keys import unknown_key
 
-    return unknown_key(field, tuple(block.model_fields))
+    return unknown_key(field, tuple(block.model_fields), tuple(names_in(Config)))

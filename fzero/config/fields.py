@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -156,6 +156,14 @@ def block_of(annotation: Any) -> type[Block] | None:
     kinds = [annotation, *get_args(annotation)]
     kinds += [mark.load() for kind in kinds for mark in getattr(kind, "__metadata__", ()) if isinstance(mark, Later)]
     return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Block)), None)
+
+
+def names_in(block: type[Block], prefix: str = "") -> Iterator[str]:
+    """The dotted names of all keys in a block, also of those in its blocks."""
+    for name, field in block.model_fields.items():
+        yield f"{prefix}{name}"
+        if (inner := block_of(field.annotation)) is not None:
+            yield from names_in(inner, f"{prefix}{name}.")
 
 
 _DTYPES = {"float": "float32", "half": "float16", "fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from fzero.config.config import Config
 from fzero.config.deepspeed_keys import INSTEAD, SPELLINGS
-from fzero.config.fields import block_of
+from fzero.config.fields import block_of, names_in
 from fzero.config.unused_keys import children, unknown_key
 
 IGNORED_IN = ("activation_checkpointing", "aio", "eigenvalue", "flops_profiler", "pipeline", "torch_autocast")
@@ -53,7 +53,7 @@ def _line(name: str, honoured: Collection[str]) -> str:
     """The line for an unknown key. For a dotted name at the top level, as some programs write, it names the block."""
     block, _, key = str(name).rpartition(".")
     if block not in honoured:
-        return unknown_key(str(name), tuple(honoured))
+        return unknown_key(str(name), tuple(honoured), tuple(names_in(Config)))
     model = block_of(Config.model_fields[block].annotation) if block in Config.model_fields else None
     inside = sorted({*(_fields(model) if model else ()), *children(block)})
     nearest = difflib.get_close_matches(key, inside, n=1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from fzero.config.deepspeed_keys import (
@@ -24,7 +23,6 @@ from fzero.config.deepspeed_keys import (
     SWITCHES,
     TYPES,
 )
-from fzero.config.fields import block_of
 
 SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
 
@@ -127,28 +125,16 @@ MOST_PLACES = 3
 """Of a key in other blocks; one that stands in more of them, such as `enabled`, says nothing about the block."""
 
 
-@cache
-def _honoured() -> frozenset[str]:
-    """The dotted names of all keys that a step honours."""
-    from fzero.config.config import Config  # which has loaded this module
+def unknown_key(location: str, honoured: Collection[str] = (), everywhere: Collection[str] = ()) -> str:
+    """The line for an unknown key: with the nearest name, or the blocks that have the key, or all names.
 
-    found: list[str] = []
-
-    def look(block: Any, prefix: str) -> None:
-        for name, field in block.model_fields.items():
-            found.append(f"{prefix}{name}")
-            if (inner := block_of(field.annotation)) is not None:
-                look(inner, f"{prefix}{name}.")
-
-    look(Config, "")
-    return frozenset(found)
-
-
-def unknown_key(location: str, honoured: Collection[str] = ()) -> str:
-    """The line for an unknown key: with the nearest name, or the block that has the key, or all names."""
+    Args:
+        honoured: the keys of its block that fzero honours.
+        everywhere: the dotted names of all keys that fzero honours.
+    """
     block, _, key = location.rpartition(".")
     known = sorted({*honoured, *children(block)})
-    places = {name: name.rpartition(".")[2] for name in {*KNOWN, *_honoured()}}
+    places = {name: name.rpartition(".")[2] for name in {*KNOWN, *everywhere}}
     like = next(iter(difflib.get_close_matches(key, {*places.values()}, n=1, cutoff=0.9)), key)
     elsewhere = sorted(name for name, last in places.items() if last == like)
     nearest = (

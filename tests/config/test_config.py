@@ -21,11 +21,11 @@ from fzero import Config, ConfigError
 from fzero.__main__ import main
 from fzero.config.config import ConfigWarning
 from fzero.config.deepspeed_keys import ACCEPTED, HARMLESS, KNOWN, NOT_YET, REFUSED, SPELLINGS, TYPES
-from fzero.config.fields import block_of
+from fzero.config.fields import block_of, names_in
 from fzero.config.optimizer_block import AdamW, with_overrides
 from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
-from fzero.config.unused_keys import MOST_PLACES, _honoured, children
+from fzero.config.unused_keys import MOST_PLACES, children
 from sharding.testing import world_sizes
 
 
@@ -603,7 +603,7 @@ def test_a_misspelt_key_is_refused_everywhere_with_the_nearest_name(name: str) -
 
 def test_a_key_at_the_top_level_that_belongs_to_a_block_is_told_its_place() -> None:
     top = {*Config.model_fields, *children("")}
-    names = sorted({name for name in (*_honoured(), *KNOWN) if "." in name and "*" not in name})
+    names = sorted({name for name in (*names_in(Config), *KNOWN) if "." in name and "*" not in name})
     places: dict[str, list[str]] = {}
     for name in names:
         places.setdefault(name.rpartition(".")[2], []).append(name)
