@@ -35,7 +35,7 @@ def _snapshot() -> str:
     """Writes what is allocated now, for pytorch.org/memory_viz; says where, or why not."""
     path = Path(tempfile.gettempdir()) / f"fzero_out_of_memory_{os.getpid()}.pickle"
     try:
-        torch.cuda.memory._dump_snapshot(str(path))
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
     except Exception as error:  # the first error counts
         return f"No snapshot of memory was written: {error}."
     return f"A snapshot of memory is in {path} (pytorch.org/memory_viz shows it)."

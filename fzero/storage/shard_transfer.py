@@ -163,7 +163,7 @@ def read_later(number: Tensor) -> Callable[[], int]:
     """
     if number.device.type != "cuda":
         return lambda: int(number)
-    copy, is_there = number.to("cpu", non_blocking=True), torch.cuda.Event()
+    copy, is_there = number.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
     is_there.record(torch.cuda.current_stream(number.device))
 
     def read() -> int:
