@@ -625,7 +625,7 @@ def test_frozen_weights_under_autocast_come_back_with_all_their_bits(stage: int,
     own = {name: param.clone() for name, param in model.base.named_parameters(prefix="base")}
 
     def has_own(weights: Mapping[str, Tensor]) -> bool:
-        return all(torch.equal(weights[name], weight) for name, weight in own.items())
+        return all(torch.equal(weights[name].cpu(), weight.cpu()) for name, weight in own.items())
 
     recipe = fzero.make_train_step(model, config(stage) | AUTOCAST)
     other = fzero.make_train_step(model, config(3 - stage) | AUTOCAST)
@@ -650,11 +650,13 @@ def test_frozen_weights_under_autocast_come_back_with_all_their_bits(stage: int,
         assert has_own(step.gather(fzero.load_weights(tmp_path / "out", step=step)))
 
 
-def test_frozen_weights_under_autocast_compute_as_in_plain_autocast_in_all_stages(ranks: RankPool) -> None:
+def test_frozen_weights_under_autocast_compute_as_in_plain_autocast_in_all_stages(
+    ranks: RankPool, device: torch.device
+) -> None:
     module, curve = make(Adapted), []
     optimizer = torch.optim.AdamW([*module.down.parameters(), *module.up.parameters()], lr=1e-2, weight_decay=0.1)
     for index in range(3):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16):
             loss = module(*vectors(index))
         loss.backward()
         nn.utils.clip_grad_norm_(module.parameters(), 1.0)
