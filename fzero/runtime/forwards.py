@@ -100,9 +100,10 @@ class Forwards:
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
         return (kind, number, *chain.from_iterable(of_each), *(still if any(still) else ()))
 
-    def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
-        still = self.still
+    def still_buffers(self, buffers: Iterable[FlatParamPlan], others: frozenset[str] = frozenset()) -> frozenset[str]:
+        """The keys of the trained flat buffers whose parameters are all `still`, or among `others`; an update leaves them as they
+        are."""
+        still = self.still | others
         return frozenset(b.key for b in (buffers if still else ()) if b.trainable and still.issuperset(b.layout.names))
 
 
