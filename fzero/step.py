@@ -343,18 +343,15 @@ class TrainStep:
         """
         return phases.passing(self.runtime, window, loss, keeps=keeps)
 
-    def update(self, window: AccumulationWindow, *, still: frozenset[str] = frozenset()) -> tuple[State, Metrics]:
+    def update(self, window: AccumulationWindow) -> tuple[State, Metrics]:
         """Ends a window: clips its gradients, skips an overflow, and updates. Raises the errors of `__call__`.
 
         *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
-
-        Args:
-            still: the names of further parameters that are not updated, as in `forward`; the same on all ranks.
         """
         phases.check_window(window)
         run = self.runtime
         with profiler_range("update"):
-            collected = phases.collect(run, window, still=still)
+            collected = phases.collect(run, window)
             finished = phases.finish_step(run, collected)
             state = phases.update(run, collected, finished)
             return next_state(run.rules, collected, state, finished.outcome)

@@ -247,7 +247,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         step = self._following()
         try:
             with optimizer.state.keeping(without):
-                self.state, self.metrics = step.update(window, still=without)
+                window.work.forwards.still |= without
+                self.state, self.metrics = step.update(window)
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
             self._show_buffers()

@@ -65,6 +65,12 @@ class LiveGrads:
 
         return refuse
 
+    @property
+    def are_dropped(self) -> bool:
+        """Whether the script has set all of them to None."""
+        own = self._live.own
+        return bool(self.given) and all(own[name].grad is None for name in self.given)
+
     def take(self) -> frozenset[str]:
         """Takes over what the script has done to the gradients, and hides them; returns the names of those that are None now.
 

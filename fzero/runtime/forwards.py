@@ -34,7 +34,7 @@ class Forwards:
 
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
-        still: the trained parameters that have no gradient, because no forward required one.
+        still: the trained parameters that have no gradient, because no forward required one, or the script has dropped it.
         begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 
@@ -100,10 +100,9 @@ class Forwards:
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
         return (kind, number, *chain.from_iterable(of_each), *(still if any(still) else ()))
 
-    def still_buffers(self, buffers: Iterable[FlatParamPlan], others: frozenset[str] = frozenset()) -> frozenset[str]:
-        """The keys of the trained flat buffers whose parameters are all `still`, or among `others`; an update leaves them as they
-        are."""
-        still = self.still | others
+    def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
+        """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""
+        still = self.still
         return frozenset(b.key for b in (buffers if still else ()) if b.trainable and still.issuperset(b.layout.names))
 
 

@@ -275,20 +275,13 @@ def check_window(window: AccumulationWindow) -> None:
         raise ValueError("update: needs a backward since the last one, and there was none; call backward(loss) first")
 
 
-def collect(
-    run: StepRuntime,
-    window: AccumulationWindow,
-    rng: dict[str, Tensor] | None = None,
-    *,
-    still: frozenset[str] = frozenset(),
-) -> Collected:
+def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor] | None = None) -> Collected:
     """Ends a window: takes its gradients, and makes the module buffers that steps change equal on all ranks.
 
     *Collective:* every rank.
 
     Args:
         rng: the random state of the next state; None takes that of the present state.
-        still: parameters that are not updated, beside those of the forwards.
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
@@ -312,8 +305,7 @@ def collect(
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(int(state.step)), transfer=work.transfer,
-        still=work.forwards.still_buffers(run.plan.flat_buffers, still),
+        run.updater.hyper(int(state.step)), transfer=work.transfer, still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 
 
