@@ -52,6 +52,14 @@ if TYPE_CHECKING:
     from fzero.storage.file_tensor import StoredTensor
 
 
+def explain(error: BaseException, plan: Plan) -> None:
+    """Adds the plan to an error for want of memory."""
+    if isinstance(error, torch.OutOfMemoryError):
+        from fzero.runtime import out_of_memory  # a step that fits does not load it
+
+        out_of_memory.explain(error, plan)
+
+
 class ForwardBackward:
     """Forwards and backwards between two updates on one rank.
 
@@ -230,10 +238,7 @@ class ForwardBackward:
             with torch.autograd.set_multithreading_enabled(False):  # else, on CUDA, nodes run in another thread
                 yield
         except BaseException as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                from fzero.runtime.out_of_memory import explain  # a step that fits does not load it
-
-                explain(error, self.plan)
+            explain(error, self.plan)
             self._abandon()
             raise
         self.status = "idle"

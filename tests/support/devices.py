@@ -40,6 +40,7 @@ ON_A_DEVICE: tuple[tuple[str, str], ...] = (
 """File of tests, and a part of the names of functions (all, if it is empty), by worth."""
 
 ROUNDS = "the processor's AdamW rounds otherwise than the card's; `make gpu ARGS=--laws` compares them to rounding"
+ASSERTS = "on a device an error of the loss is an assertion there, which ends the process"
 ON_THE_CPU = "its state or its oracle, of another package, is on the CPU"
 NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
     "cuda": {
@@ -48,12 +49,17 @@ NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
     },
     "pretended": {
         "vmap": "torch.vmap makes tensors in C++, which are the processor's there",
+        "stacked": "torch.vmap makes tensors in C++, which are the processor's there",
         "graph": "a capture makes tensors in C++, which are the processor's there",
     },
     "any": {
-        "test_a_bad_weight_is_reported": "on a device an error of the loss is an assertion there, which ends the process",
+        "test_a_bad_weight_is_reported": ASSERTS,
+        "test_bf16_skips_gradients_that_are_not_finite_in_every_stage_or_raises": ASSERTS,
         "test_ranks_with_other_numbers_of_backwards_are_reported": (
             "on a device a rank does not read what others are doing, for it would wait; their collectives fail or hang"
+        ),
+        "test_a_step_that_overflows_changes_only_the_loss_scale": (
+            "on a device the random state of a skipped step goes on, for the host does not wait to know that it is skipped"
         ),
         "fsdp2": ON_THE_CPU,
         "_dcp_": ON_THE_CPU,
