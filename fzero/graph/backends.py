@@ -94,6 +94,23 @@ def relax_views(graph: Graph) -> None:
             node.target = aten.reshape.default
 
 
+def eager_with_views(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    """The backend `aot_eager` of torch.compile, whose graphs take other strides, too: one graph serves all equal blocks."""
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._dynamo.backends.debugging import boxed_nop
+
+    def compiled(part: GraphModule, of_part: list[Tensor]) -> Any:
+        relax_views(part.graph)
+        return boxed_nop(part, of_part)
+
+    make: Any = aot_autograd(
+        fw_compiler=compiled, bw_compiler=compiled, partition_fn=min_cut_rematerialization_partition,
+        keep_inference_input_mutations=True,
+    )  # fmt: skip
+    return make(module, inputs, **options)
+
+
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
 
 

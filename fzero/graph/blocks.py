@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 from torch import Tensor, nn
 
-from fzero.graph.backends import mend_reductions
+from fzero.graph.backends import eager_with_views, mend_reductions
 from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, replaced_forwards, with_own_code
 from fzero.model.own_params import as_plain
@@ -44,7 +44,8 @@ class CompiledBlocks:
             mend_reductions()
         # fallback_random: the random numbers of the eager step.
         options: dict[str, Any] = {"fallback_random": True} if backend == "inductor" else {}
-        self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=backend, options=options or None)
+        compiler: Any = backend if backend == "inductor" else eager_with_views
+        self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=compiler, options=options or None)
 
     @classmethod
     def of(cls, recipe: StepSpec) -> Self:
