@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from fzero.data.loader import CurriculumLoader
     from fzero.engine.dataloader import ResumableLoader
     from fzero.engine.optimizer import EngineOptimizer
+    from fzero.step import TrainStep
 
 
 class LossScaleNumber(float):
@@ -47,6 +49,7 @@ class LossScaleNumber(float):
 class Accessors(UsesDataEfficiency):
     """The part of `Engine` that computes nothing."""
 
+    active_step: Callable[[], TrainStep]
     state: TrainState[Tensor]
     optimizer: EngineOptimizer | None
     lr_scheduler: Any
@@ -244,7 +247,7 @@ class Accessors(UsesDataEfficiency):
         found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return found if step.rank == 0 else None
 
-    _zero3_consolidated_16bit_state_dict = consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = consolidated_16bit_state_dict
 
     @property
     def profile(self) -> Profile | None:

@@ -61,12 +61,15 @@ class KeepsFiles(Generates):
         Args:
             exclude_frozen_parameters: whether frozen parameters are left out. `load_checkpoint` then keeps those of the model.
         """
-        step, world = self.active_step(), self.train_step.runtime.world
+        world = self.active_step().runtime.world
         check_path("save_checkpoint: save_dir", save_dir)
         check_kind("client_state", client_state, Mapping | None, "a mapping", "pass one, such as {'epoch': 3}")
         if tag is not None and not str(tag):
             refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
         meet("Engine.save_checkpoint", world)
+        if self.optimizer is not None:
+            self.optimizer.settle()
+        step = self.train_step
         folder = Path(save_dir)
         tag = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
         if self.open_window is not None and self.open_window.loss_stats:

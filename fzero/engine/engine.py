@@ -16,10 +16,11 @@ others wait. After an exception inside `forward` or `backward` the gradients col
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from fzero.engine.config_keys import EngineKeys
 from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.direct_backward import DirectBackward
 from fzero.engine.facade import HasTools
+from fzero.engine.live_grads import shows
 from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_status import available
@@ -90,7 +92,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
-        self._lacks_loss = False
+        self._lacks_loss = self._has_warned = False
         self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
         self._direct = DirectBackward(self._collects, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
@@ -186,6 +188,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         """
         step, window = self.active_step(), self.open_window
         assert window is not None
+        self.grads.take()  # what the script has set to None is zero now
         self.grads_are_reduced = self._is_syncing and (self._is_unmanaged or self.is_gradient_accumulation_boundary())
         if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()
@@ -197,6 +200,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             with going_back(step.runtime, window, visits, shown, **how) as after:
                 yield
             self.open_window = after[0]
+            self.grads.show(step, after[0], are_reduced=self.grads_are_reduced)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Counts a micro-step. At the end of an accumulation, updates: clips, skips an overflow, steps the scheduler.
@@ -237,10 +241,14 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
             )
+        without = self.grads.take()
         self.live.check()
+        optimizer.settle()
         step = self._following()
         try:
-            self.state, self.metrics = step.update(window)
+            with optimizer.state.keeping(without):
+                window.work.forwards.still |= without
+                self.state, self.metrics = step.update(window)
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
             self._show_buffers()
@@ -255,6 +263,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         optimizer, metrics = self.optimizer, self.metrics
         assert optimizer is not None and metrics is not None
         self.global_samples += self._samples(num_micro_steps)
+        optimizer.state.refresh()
         self._show_buffers()
         optimizer.overflow = bool(metrics.overflow)
         self.global_steps += 1
@@ -284,10 +293,28 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         return made
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients collected since the last update; after an update there are none."""
+        """Drops the gradients collected since the last update; after an update there are none. Forwards stay."""
         self._direct.settle()
-        self.close_window()
-        self._has_lost = self._lacks_loss = False
+        self._has_lost = False
+        self.drop_grads(to_none=set_to_none, of="engine")
+
+    def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
+        """Drops gradients for `zero_grad` of an object; in the cases in which DeepSpeed's drops none, warns once."""
+        stage, window = self.train_step.plan.stage, self.open_window
+        if self.grads.given or window is None or not window.loss_stats:
+            self.grads.drop(to_none=to_none)
+            return
+        drops = of == "engine" or (stage == 3 and not self.grads_are_reduced)
+        if stage and of != ("optimizer" if drops else "") and not self._has_warned:
+            self._has_warned = True
+            says = "drops the gradients" if drops else "has no effect on the gradients"
+            warnings.warn(
+                f"{of}.zero_grad: {says} since the last update in stage {stage}, where DeepSpeed's has no effect; "
+                f"leave it out: the engine begins with zeros after each update",
+                stacklevel=3,
+            )
+        if drops:
+            self.open_window, self._lacks_loss = window._replace(loss_stats=()), False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -330,11 +357,13 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             if not trains:
                 return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
             self.tput_timer.start()
+            assert self.optimizer is not None
+            self.optimizer.settle()
             still = self.layouts.follow_flags()
             step = self.train_step
             with self._guarded():
                 if self.open_window is None:
-                    self.open_window = step.begin(self.state, measures_early=True)
+                    self.open_window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
                 outputs = step.forward(self.open_window, call, run=run, still=still)
                 self._show_buffers()
             self._direct.watch(self.open_window.work, outputs)
@@ -372,5 +401,6 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         except BaseException:
             self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
             self.open_window = None
+            self.grads.take()
             self._show_buffers()
             raise

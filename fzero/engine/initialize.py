@@ -122,6 +122,8 @@ def initialize(
         state = step.init()
         engine: Engine
         seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
+        if seen is not None and isinstance(optimizer, TorchOptimizer):
+            seen.stands_for(optimizer)
         given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held

@@ -84,7 +84,7 @@ class Layouts:
     def _move(self, trained: Collection[str], starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
         """Moves the state to the flat buffers of `_step_for`."""
         engine, window = self._engine, self._engine.open_window
-        if window is not None and window.loss_stats:
+        if window is not None and window.loss_stats and not engine.grads.are_dropped:
             raise RuntimeError(
                 f"{of}: must change between engine.step() and the next forward where flat buffers must be laid out "
                 f"anew, and {listed(changed)} changed after a backward; change it after engine.step(), or call "

@@ -18,6 +18,7 @@ from fzero.data.token_dropping import dropping_of
 from fzero.engine.accessors import Accessors
 from fzero.engine.layouts import Layouts
 from fzero.engine.live_buffers import LiveBuffers
+from fzero.engine.live_grads import LiveGrads
 from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
@@ -55,6 +56,7 @@ class HoldsModule(Accessors):
 
     module: nn.Module
     live: LiveParams
+    grads: LiveGrads
     live_buffers: LiveBuffers
     open_window: AccumulationWindow | None
     _run: Callable[..., Any]
@@ -67,6 +69,7 @@ class HoldsModule(Accessors):
         self._modules["module"] = self.__dict__["module"] = module  # both: nn.Module's own look-up is slower
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live = LiveParams(module, self.train_step.plan, self.train_step.data_rank)
+        self.grads = LiveGrads(self.live)
         self.layouts = Layouts(self, held)
         self.live_buffers = LiveBuffers(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
@@ -232,6 +235,8 @@ class HoldsModule(Accessors):
             self.layouts.forget()
         self.state = state
         self.show_state()
+        if self.optimizer is not None:
+            self.optimizer.state.forget()
 
     def active_step(self) -> TrainStep:
         """The step, once the module buffers that the script has assigned are in the state."""
@@ -259,6 +264,7 @@ class HoldsModule(Accessors):
     def close_window(self) -> None:
         """Drops the gradients and forwards since the last update; the state keeps what they wrote into module buffers."""
         window, self.open_window = self.open_window, None
+        self.grads.take()
         if window is not None:
             window.work.close()
             self.state = self.state._replace(buffers=window.buffers)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from fzero.engine.client_optimizers import Hyper, lr_of
+from fzero.engine.live_optimizer import OptimizerState, in_plain_dicts
 from fzero.engine.optimizer_state import load_state_dict, state_dict_of
 from fzero.optim.lr_schedules import Schedule
 
@@ -83,7 +84,43 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})  # type: ignore[arg-type]
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         self.overflow = False
+        self._state = OptimizerState(engine)
+        self._client: Any = None  # the script's own optimizer, and its list of groups
+        self._clients_groups: list[Hyper] = []
         self._engine = engine
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The moments by parameter, to read and write; see `OptimizerState`."""
+        return self.__dict__.get("_state", {})
+
+    @state.setter
+    def state(self, values: Any) -> None:
+        if "_state" in self.__dict__:  # else the constructor of torch.optim sets an empty one
+            self._state.replace(values)
+
+    def stands_for(self, client: torch.optim.Optimizer) -> None:
+        """Lets the script's own optimizer show the engine's state, too."""
+        self._client, self._clients_groups = client, client.param_groups
+        self._client.state = self._state
+        client.register_state_dict_post_hook(in_plain_dicts)
+
+    def settle(self) -> None:
+        """Takes over what the script has done to the state, here or through its own optimizer: before a forward or an update.
+
+        *Collective* where parameters of one flat buffer differ in it: every rank.
+        """
+        client = self._client
+        if client is not None and client.state is not self._state:  # assigned, or by its load_state_dict
+            self._state.replace(client.state)
+            client.state = self._state
+        if client is not None and len(client.param_groups) != len(self.param_groups):
+            self.add_param_group({})
+        if client is not None and client.param_groups is not self._clients_groups:
+            for own, theirs in zip(self.param_groups, client.param_groups, strict=True):
+                own.update({key: value for key, value in theirs.items() if key != "params"})
+            client.param_groups = self._clients_groups
+        self._state.settle()
 
     @property
     def loss_scale(self) -> float:
@@ -121,7 +158,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         return [lr_of(group) for group in self.param_groups]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: gradients are collected anew after each update."""
+        """Drops the gradients since the last update where DeepSpeed does: in stage 0, and before the last backward of an
+        accumulation in stages 1 and 3. Elsewhere it has no effect, with a warning if there are any."""
+        self._engine().drop_grads(to_none=set_to_none, of="optimizer")
 
     def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
@@ -143,6 +182,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state and the hyper-parameters, for the same configuration and number of ranks."""
         engine = self._engine()
+        self.settle()
         return state_dict_of(engine.active_step(), engine.state, self.param_groups)
 
     def load_state_dict(self, state_dict: Any, *others: Any, **kwargs: Any) -> None:
@@ -156,6 +196,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         engine.close_window()
         engine.state = load_state_dict(step, engine.state, self.param_groups, state_dict)
         engine.show_state()
+        self._state.forget()
 
     def add_param_group(self, param_group: Hyper) -> None:
         if "overflow" in self.__dict__:

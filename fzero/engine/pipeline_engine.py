@@ -58,6 +58,8 @@ class PipelineEngine(Engine):
             raise RuntimeError("train_batch: this engine has no optimizer; give initialize one, or the configuration")
         self.live.check()
         self._begin_batch()
+        if self.optimizer is not None:
+            self.optimizer.settle()
         before, step = self.global_steps, self._following()
         with self._watch.of("update", before):
             self.state, self.metrics = step(self.state, self._items(data_iter))

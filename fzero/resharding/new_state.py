@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fzero.model.trainability import listed
+from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.streaming import SUB_GROUP
@@ -107,23 +108,32 @@ def begin_anew(state: TrainState[Any], new: TrainStep, rank: int, names: Collect
     `blank` has initialised it from zeros. That differs only for a user's own transform, which may depend on the values.
     """
     for buffer in new.plan.flat_buffers:
-        begins = [name for name in buffer.layout.names if name in names]
-        is_users = buffer.trainable and isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform)
-        if not begins or not is_users:
-            continue
-        values = in_memory(new.runtime.builder.updated(buffer, state.params, state.master, rank)).to(new.device)
-        fresh = optree.tree_leaves(new.runtime.updater.transform_of(buffer).init(values))
-        tensors = optree.tree_leaves(state.optimizer[buffer.key])
-        first = new.plan.shard_of(rank) * buffer.shard_numel if buffer.flow.updates == "shard" else 0
-        stop = first + buffer.flow.updated_numel
-        spans = [
-            (max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, begins)
-        ]
-        leaves = optimizer_leaves(buffer, new.plan.optimizer)
-        for leaf, tensor, value in zip(leaves, tensors, fresh, strict=True):
-            for start, end in spans if leaf.is_long else ():
-                if start < end:
-                    write(tensor, start, value[start:end])
+        if buffer.trainable and isinstance(new.runtime.updater.optimizers[buffer.group], UserTransform):
+            initialise(state, new, rank, buffer, [name for name in buffer.layout.names if name in names])
+
+
+def initialise(
+    state: TrainState[Any], step: TrainStep, rank: int, buffer: FlatParamPlan, names: Collection[str]
+) -> None:
+    """Sets the optimizer state of some parameters of a flat buffer to that of `init`, from their present values.
+
+    Tensors that belong to all parameters of the buffer, such as its counter, are set where all are named.
+    """
+    if not names:
+        return
+    values = in_memory(step.runtime.builder.updated(buffer, state.params, state.master, rank)).to(step.device)
+    fresh = optree.tree_leaves(step.runtime.updater.transform_of(buffer).init(values))
+    tensors = optree.tree_leaves(state.optimizer[buffer.key])
+    first = step.plan.shard_of(rank) * buffer.shard_numel if buffer.flow.updates == "shard" else 0
+    stop = first + buffer.flow.updated_numel
+    spans = [(max(start, first) - first, min(end, stop) - first) for start, end in map(buffer.layout.bounds, names)]
+    leaves = optimizer_leaves(buffer, step.plan.optimizer)
+    for leaf, tensor, value in zip(leaves, tensors, fresh, strict=True):
+        if not leaf.is_long and len(names) == len(buffer.layout.names):
+            tensor.copy_(value)
+        for start, end in spans if leaf.is_long else ():
+            if start < end:
+                write(tensor, start, value[start:end])
 
 
 def narrow(state: TrainState[Any], new: TrainStep, rank: int) -> None:

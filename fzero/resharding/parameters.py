@@ -141,6 +141,32 @@ def with_local_optimizer_state(
     return state
 
 
+def optimizer_keys(step: TrainStep, name: str) -> list[str]:
+    """The names of the tensors of a parameter's optimizer state, as torch.optim calls them, without the count of updates."""
+    theirs = {own: name for name, own in ALSO.items()}
+    leaves = optimizer_leaves(_trained(step, name), step.plan.optimizer)
+    return [theirs.get(_last(leaf.path), _last(leaf.path)) for leaf in leaves if leaf.is_long]
+
+
+def optimizer_counts(step: TrainStep, state: TrainState[Tensor], buffer: FlatParamPlan) -> list[Tensor]:
+    """The counts of updates of a flat buffer, which all of its parameters share."""
+    leaves = optimizer_leaves(buffer, step.plan.optimizer)
+    tensors = optree.tree_leaves(state.optimizer[buffer.key])
+    return [x for leaf, x in zip(leaves, tensors, strict=True) if not leaf.is_long and _last(leaf.path) == "step"]
+
+
+def optimizer_part(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Any:
+    """This rank's elements (1-d) of a parameter's optimizer state: a view, or a part of a file."""
+    return _leaf(step, state, name, key).local(name)
+
+
+def updated_parts(step: TrainStep, state: TrainState[Tensor], name: str) -> list[Any]:
+    """This rank's elements (1-d) of all that an update writes of a parameter: views, or parts of files."""
+    keys = optimizer_keys(step, name)
+    flats = [*_weights(step, state, name), *(_leaf(step, state, name, key) for key in keys)]
+    return [flat.local(name) for flat in flats]
+
+
 def optimizer_state_of(step: TrainStep, state: TrainState[Tensor], name: str, key: str) -> Tensor:
     """The full optimizer state of a parameter under `key`, such as `exp_avg`, in fp32. *Collective* if sharded."""
     return _leaf(step, state, name, key).read(name)
@@ -204,11 +230,11 @@ class _Flat(NamedTuple):
 
     def read_local(self, name: str) -> Tensor:
         """A copy of this rank's elements of one parameter (1-d), in fp32 or wider; empty where it has none."""
-        return _wide(self._local(name)[:].to(self.step.device))
+        return _wide(self.local(name)[:].to(self.step.device))
 
     def write_local(self, name: str, value: Tensor) -> None:
         """Overwrites this rank's elements of one parameter."""
-        own = self._local(name)
+        own = self.local(name)
         if own.numel() != value.numel():
             raise ValueError(
                 f"parameter {name!r}: must be given a value for this rank's {own.numel()} elements, got {value.numel()}; change "
@@ -218,7 +244,7 @@ class _Flat(NamedTuple):
             with torch.no_grad():
                 own.copy_(value.reshape(-1).to(own.dtype))
 
-    def _local(self, name: str) -> Any:
+    def local(self, name: str) -> Any:
         """This rank's elements of one parameter: a view, or a part of a file."""
         buffer, step = self.buffer, self.step
         if isinstance(self.spec.spec, Sharded):
@@ -266,13 +292,13 @@ def _homes(step: TrainStep) -> dict[str, FlatParamPlan]:
 
 
 def _home(step: TrainStep, name: str) -> FlatParamPlan:
-    homes = _homes(step)
+    homes = step.plan.homes
     name = step.plan.aliases.get(name, name)
     if name not in homes:
         raise ValueError(
             f"parameter {name!r}: must be one of the model, such as {', '.join(list(homes)[:4])}; pass one"
         )
-    return homes[name]
+    return homes[name][1]
 
 
 def _trained(step: TrainStep, name: str) -> FlatParamPlan:

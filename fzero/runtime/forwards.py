@@ -34,7 +34,7 @@ class Forwards:
 
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
-        still: the trained parameters that have no gradient, because no forward required one.
+        still: the trained parameters that have no gradient, because no forward required one, or the script has dropped it.
         begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 

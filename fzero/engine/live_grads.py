@@ -1,0 +1,115 @@
+"""`LiveGrads`: `.grad` of a module's parameters, between a backward and the update.
+
+As in DeepSpeed, parameters show gradients where a rank holds full ones: in stage 0, and in stage 1 until the last backward
+of an accumulation has reduced them. They are views of the state's gradients, multiplied by the loss scale, if there is one, and
+divided by the number of ranks as long as they are not added up. A script may write into them, replace them, or set them to None;
+`zero_grad` of a module or of an optimizer does the last. A parameter whose gradient is None in the update is not updated, as in
+torch.optim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from fzero.engine.param_views import LiveParams
+from fzero.model.errors import not_trained
+from fzero.step import AccumulationWindow, TrainStep
+from sharding.views import unflatten
+
+
+class LiveGrads:
+    """The gradients that parameters show.
+
+    Attributes:
+        given: by name, those that they show now.
+    """
+
+    def __init__(self, live: LiveParams) -> None:
+        self._live = live
+        self.given: dict[str, Tensor] = {}
+        self._watched: dict[str, Any] = {}
+
+    def show(self, step: TrainStep, window: AccumulationWindow, *, are_reduced: bool) -> None:
+        """Shows the gradients of a window, where this rank holds them in full.
+
+        Args:
+            are_reduced: whether the last backward has reduced them.
+        """
+        if not shows(step, are_reduced=are_reduced):
+            return
+        still, own = window.work.forwards.still, self._live.own
+        for name, view in _views(step, window):
+            param = own[name]
+            if param.requires_grad and name not in still:
+                if param.grad is not None:  # of a loss outside the forward
+                    raise not_trained(name)
+                if name not in self._watched:
+                    self._watched[name] = node = get_gradient_edge(param).node
+                    node.register_prehook(self._refusing(name))
+                param.grad_dtype = view.dtype
+                param.grad = self.given[name] = view
+
+    def _refusing(self, name: str) -> Callable[[Any], None]:
+        """A hook of what adds a gradient to a parameter: that of a loss outside the forward, which no other rank adds."""
+        own = ref(self)  # autograd's node keeps the hook, and Python's collector does not see it there
+
+        def refuse(grads: Any) -> None:
+            grads_of = own()
+            if grads_of is not None and name in grads_of.given:
+                raise not_trained(name)
+
+        return refuse
+
+    @property
+    def are_dropped(self) -> bool:
+        """Whether the script has set all of them to None."""
+        own = self._live.own
+        return bool(self.given) and all(own[name].grad is None for name in self.given)
+
+    def take(self) -> frozenset[str]:
+        """Takes over what the script has done to the gradients, and hides them; returns the names of those that are None now.
+
+        Raises:
+            ValueError: one was replaced by a tensor of another layout.
+        """
+        given, self.given, dropped = self.given, {}, set()
+        for name, view in given.items():
+            param = self._live.own[name]
+            now, param.grad = param.grad, None
+            param.grad_dtype = param.dtype
+            if now is None:
+                view.zero_()
+                dropped.add(name)
+            elif now is not view:
+                view.copy_(now.to_dense() if now.is_sparse else now)
+        return frozenset(dropped)
+
+    def drop(self, *, to_none: bool) -> None:
+        """Sets the gradients to None, or to zero."""
+        for name, view in self.given.items():
+            if to_none:
+                self._live.own[name].grad = None
+            else:
+                grad = self._live.own[name].grad
+                (view if grad is None else grad).zero_()
+
+
+def shows(step: TrainStep, *, are_reduced: bool) -> bool:
+    """Whether parameters show gradients at this point of an accumulation: a rank holds them in full, as means times the loss
+    scale."""
+    loss = step.runtime.rules.loss
+    is_mean = not loss.is_mean or loss.predivide == loss.world_size
+    return is_mean and (step.plan.stage == 0 or (step.plan.stage == 1 and not are_reduced))
+
+
+def _views(step: TrainStep, window: AccumulationWindow) -> Iterator[tuple[str, Tensor]]:
+    for buffer in step.plan.flat_buffers:
+        if buffer.trainable:
+            home = window.state.grads[buffer.key]
+            if isinstance(home, Tensor) and home.device == step.device:
+                yield from unflatten(home.detach(), buffer.layout).items()
