@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError
 
-from fzero.config.fields import Block, ConfigError, Count, message_of, number, only
+from fzero.config.fields import Block, ConfigError, Count, FolderOrFile, message_of, number, only
 from fzero.config.unused_keys import unknown_key
 
 
@@ -44,9 +44,9 @@ class Autotuning(Block):
     """The largest batch of a step to try."""
     mp_size: Annotated[Count, only(lambda value: value == 1, "must be 1, for there is no model parallelism")] = 1
     """Ranks of model parallelism: 1."""
-    results_dir: str = "autotuning_results"
+    results_dir: FolderOrFile = "autotuning_results"
     """The folder for the measurements, the picture and `best.json`."""
-    exps_dir: str = "autotuning_exps"
+    exps_dir: FolderOrFile = "autotuning_exps"
     """The folder for each measured configuration and the output of its run."""
     overwrite: bool = False
     """Whether everything is measured again. False continues from `results_dir`. (DeepSpeed's default is true.)"""

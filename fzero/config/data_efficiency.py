@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from fzero.config.fields import PER_RANK, Block, Count, Elements, Number, Rate
+from fzero.config.fields import PER_RANK, Block, Count, Elements, FolderOrFile, Number, Rate
 
 if TYPE_CHECKING:
     from fzero.data.schedules import Discrete, Root
@@ -116,9 +116,9 @@ class CurriculumLearning(Difficulty):
 class CurriculumMetric(Difficulty):
     """One metric of a curriculum: a sample is taken if its value is not above the difficulty."""
 
-    index_to_sample_path: str | None = None
+    index_to_sample_path: FolderOrFile | None = None
     """The analyzer's file of samples in ascending order of the metric, without suffix; not for single_cluster."""
-    index_to_metric_path: str | None = None
+    index_to_metric_path: FolderOrFile | None = None
     """The analyzer's file of the values, without suffix; for difficulties by value."""
     difficulty_type: Literal["value", "percentile"] = "value"
     """Whether a difficulty is a value, or a share of the samples, of which `max_difficulty` is all."""
@@ -166,7 +166,7 @@ class DynamicBatching(Block):
 
     enabled: bool = False
     """Whether the script's call for variable batches is allowed."""
-    metrics_path: str = ""
+    metrics_path: FolderOrFile = ""
     """The analyzer's folder, with the metric `seqlen`."""
     lr_scaling_method: Literal["linear", "sqrt", "none"] = "linear"
     """How the learning rate follows the number of samples of a batch."""

@@ -151,6 +151,7 @@ NOT_YET = HARMLESS | REFUSED
 
 OFF: dict[str, Any] = {
     "sequence_parallel_size": 1,
+    "tensor_parallel.autotp_size": (0, 1),
     "zero_optimization.stage3_model_persistence_threshold": 2**63 - 1,
     "checkpoint.tag_validation": "WARN",
     "checkpoint.checkpoint_serialization": True,
@@ -158,7 +159,7 @@ OFF: dict[str, Any] = {
     "pipeline.pipe_partitioned": True,
     "pipeline.grad_partitioned": True,
 }
-"""Values that switch off a key that is not honoured yet, besides null, false and "auto"."""
+"""Values (of a tuple: each) that switch off a key that is not honoured yet, besides null, false and "auto"."""
 
 SWITCHES: dict[str, tuple[str, Any]] = {
     "zero_optimization.zenflow": ("topk_ratio", 0.1),

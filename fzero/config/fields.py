@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
@@ -55,6 +56,12 @@ Elements = Annotated[int, BeforeValidator(number), Field(ge=0)]
 Number = Annotated[float, BeforeValidator(number)]
 Rate = Annotated[Number, Field(ge=0)]
 Beta = Annotated[Number, Field(ge=0, lt=1)]
+
+
+FolderOrFile = Annotated[
+    str, AfterValidator(lambda path: str(Path(path).expanduser()) if path.startswith("~") else path)
+]
+"""A path, in which a leading `~` is the home directory."""
 
 
 def off_at(*off: int) -> BeforeValidator:

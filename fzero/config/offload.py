@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from fzero.config.fields import Block, Count, Elements, Number, off_at
+from fzero.config.fields import Block, Count, Elements, FolderOrFile, Number, off_at
 
 
 class Offloaded(Block):
@@ -15,7 +15,7 @@ class Offloaded(Block):
     device: Literal["none", "cpu", "nvme"] = "none"
     """`cpu` is host memory, `nvme` a file for each flat tensor. Where the model is on the CPU, its state always is in host
     memory."""
-    nvme_path: str | None = None
+    nvme_path: FolderOrFile | None = None
     """The folder for the files, on a local disk; required with `nvme`. Each rank has its own folder in it."""
     pin_memory: bool = True
     """Whether host memory is page-locked, so that copies overlap with the device's compute; no effect where the model is on

@@ -107,7 +107,8 @@ def is_off(name: str, value: Any) -> bool:
     if not isinstance(value, Mapping):
         words = {"true": True, "false": False}
         now = words.get(value.lower(), value) if isinstance(value, str) else value
-        return now is None or now == "auto" or now == OFF.get(name, False)
+        off = OFF.get(name, False)
+        return now is None or now == "auto" or (now in off if isinstance(off, tuple) else now == off)
     default = ("enabled", False) if "enabled" in children(name) else None
     switch = SWITCHES.get(name, default)
     if switch is None:

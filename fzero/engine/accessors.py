@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
@@ -50,6 +51,7 @@ class LossScaleNumber(float):
 class Accessors(UsesDataEfficiency):
     """The part of `Engine` that computes nothing."""
 
+    active_step: Callable[[], TrainStep]
     state: TrainState[Tensor]
     optimizer: EngineOptimizer | None
     lr_scheduler: Any
@@ -248,7 +250,7 @@ class Accessors(UsesDataEfficiency):
         found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return found if step.rank == 0 else None
 
-    _zero3_consolidated_16bit_state_dict = consolidated_16bit_state_dict
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict = consolidated_16bit_state_dict
 
     @property
     def profile(self) -> Profile | None:

@@ -54,7 +54,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
     Raises:
         ConfigError: it has been stepped, has parameters that are not the model's, or its class does not work on shards.
     """
-    if optimizer.state:
+    if any(_has_stepped(entry) for entry in optimizer.state.values()):
         raise ConfigError(
             f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and whose state would be lost; "
             f"pass it to initialize before training"
@@ -125,6 +125,11 @@ def plain_values(group: Hyper) -> Hyper:
     """The hyper-parameters of a group that are numbers."""
     values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
     return values | ({"lr": lr_of(group)} if "lr" in group else {})
+
+
+def _has_stepped(entry: Mapping[str, Any]) -> bool:
+    """Whether the state of a parameter is of an update, and not of the constructor, as `torch.optim.Adagrad` makes it."""
+    return bool(entry.get("step", 1))
 
 
 def _plain(value: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, ValidationError, field_validator
 
 from fzero.config.config import Config, ConfigError, ConfigWarning
-from fzero.config.fields import PER_RANK, Block, Count, Elements, Number, number, problems_of
+from fzero.config.fields import PER_RANK, Block, Count, Elements, FolderOrFile, Number, number, problems_of
 from fzero.config.files import read as read_file
 from fzero.config.unknown_keys import without_unknown
 
@@ -19,7 +19,7 @@ class Monitor(Block):
     """DeepSpeed keys `csv_monitor` and `tensorboard`: files for loss, learning rate and loss scale of each step."""
 
     enabled: bool = False
-    output_path: str = ""
+    output_path: FolderOrFile = ""
     """A folder; if empty, `csv_monitor`, or `runs` for tensorboard."""
     job_name: str = "DeepSpeedJobName"
     """The sub-folder of `output_path`."""
@@ -68,7 +68,7 @@ class FlopsProfilerKeys(Block):
     """The number of largest classes named at each depth."""
     detailed: bool = True
     """Whether the tree of modules is shown."""
-    output_file: str | None = None
+    output_file: FolderOrFile | None = None
     """The file of the profile; None prints it."""
 
 

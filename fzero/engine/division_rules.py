@@ -90,7 +90,8 @@ def _keeper(name: str | None, path: Any, *, pins: bool) -> Callable[[Tensor], Te
             raise ConfigError(
                 "remote_device: 'nvme' needs offload_param.nvme_path in the configuration; give it a folder"
             )
-        Path(path).mkdir(parents=True, exist_ok=True)
+        path = Path(path).expanduser()
+        path.mkdir(parents=True, exist_ok=True)
         return lambda shard_S: _in_file(shard_S, path)
     if name == "cpu":
         pins = pins and torch.cuda.is_available()

@@ -365,6 +365,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             if not trains:
                 return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
             self.tput_timer.start()
+            assert self.optimizer is not None
             self.optimizer.settle()
             still = self.layouts.follow_flags()
             step = self.train_step

@@ -268,7 +268,8 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
         Parameters whose flat buffer has others are written back after it, and their counts before the next forward.
         """
-        engine, found = self._of(), {}
+        engine = self._of()
+        found: dict[str, tuple[float, list[Tensor]]] = {}
         for buffer in self._trained():
             inside = [name for name in buffer.layout.names if name in names]
             if len(inside) < len(buffer.layout.names):

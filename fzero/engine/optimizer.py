@@ -84,7 +84,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         super().__init__(groups, {})  # type: ignore[arg-type]
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         self.overflow = False
-        self._state, self._client, self._clients_groups = OptimizerState(engine), None, None
+        self._state = OptimizerState(engine)
+        self._client: Any = None  # the script's own optimizer, and its list of groups
+        self._clients_groups: list[Hyper] = []
         self._engine = engine
 
     @property
@@ -100,7 +102,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def stands_for(self, client: torch.optim.Optimizer) -> None:
         """Lets the script's own optimizer show the engine's state, too."""
         self._client, self._clients_groups = client, client.param_groups
-        client.state = self._state
+        self._client.state = self._state
         client.register_state_dict_post_hook(in_plain_dicts)
 
     def settle(self) -> None:

@@ -26,6 +26,7 @@ from fzero.config.optimizer_block import AdamW, with_overrides
 from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
 from fzero.config.unused_keys import MOST_PLACES, children
+from fzero.engine.config_keys import read as read_keys
 from sharding.testing import world_sizes
 
 
@@ -1351,3 +1352,19 @@ def test_the_command_shows_values_and_reasons_or_every_error(
     assert main(["config", str(path)]) == 1
     errors = capsys.readouterr().err
     assert "zero_optimization.stage: must be 0, 1, 2 or 3" in errors and "did you mean 'gradient_clipping'" in errors
+
+
+@pytest.mark.parametrize("size", [0, 1, None])
+def test_tensor_parallelism_of_one_rank_is_off(size: int | None) -> None:
+    block = {} if size is None else {"autotp_size": size}
+    assert Config.load({"tensor_parallel": {**block, "tp": {"tp_size": 1}}}) is not None
+
+
+def test_a_leading_tilde_of_every_path_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    offload = {"device": "nvme", "nvme_path": "~/fast"}
+    cfg = Config.load({"zero_optimization": {"stage": 3, "offload_optimizer": offload, "offload_param": offload}})
+    assert cfg.zero_optimization.offload_optimizer.nvme_path == "/home/me/fast"
+    assert cfg.zero_optimization.offload_param.nvme_path == "/home/me/fast"
+    keys = read_keys({"csv_monitor": {"output_path": "~/logs"}, "flops_profiler": {"output_file": "a/~/b"}})[1]
+    assert keys.csv_monitor.output_path == "/home/me/logs" and keys.flops_profiler.output_file == "a/~/b"

@@ -20,9 +20,10 @@ D = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.05, eps=1e-4, weight_decay=0.1),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1, lr_decay=0.1, initial_accumulator_value=0.3),
     "RMSprop": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.5),
 }
-"""fzero's own kernels, and one whose class itself makes the step."""
+"""fzero's own kernels (Adagrad's class makes its state before the first step), and a class that itself makes the step."""
 
 
 class Net(nn.Module):

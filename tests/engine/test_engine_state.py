@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -482,3 +483,35 @@ def test_gathered_parameters_may_be_entered_again_and_subclassed() -> None:
             bias.data.fill_(value)
         with gathered:
             assert (bias.detach() == value).all()
+
+
+def _merges(stage: int, factor: float) -> tuple[list[str], bool]:
+    """As PEFT's `merge_adapter` and `unmerge_adapter`; returns the warnings, and whether the weights are the same bits."""
+    engine = made(stage)
+    before, params = engine.module_state_dict(), list(engine.module.parameters())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(params):
+            for seed, param in enumerate(params):
+                delta = torch.randn(param.shape, generator=torch.Generator().manual_seed(seed)) * 0.05
+                param.add_(delta).sub_(delta * factor)
+    after = engine.module_state_dict()
+    x, y = mine(engine, data(0))
+    engine.backward(criterion(engine(x), y))
+    engine.step()
+    said = [str(each.message) for each in seen if "GatheredParameters" in str(each.message)]
+    return said, all(torch.equal(x, before[name]) for name, x in after.items())
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_the_rounding_of_an_adapter_that_was_merged_and_unmerged_is_dropped(ranks: RankPool, stage: int) -> None:
+    for said, are_same in ranks(2, _merges, stage, 1.0):
+        assert are_same and len(said) == 1 and "merged and unmerged" in said[0]
+    with pytest.raises(RankError, match="must not change while modifier_rank is None"):
+        ranks(2, _merges, stage, 0.999)
+
+
+def test_the_consolidated_weights_have_deepspeeds_names() -> None:
+    engine: Any = made(0)
+    for name in ("_consolidated_16bit_state_dict", "_zero3_consolidated_16bit_state_dict"):
+        assert getattr(engine, name)().keys() == engine.module_state_dict().keys()

@@ -215,7 +215,41 @@ def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None
                 of_outer[name].copy_(agreed)
         return
     changed = [name for name, value in values.items() if fingerprint(value) != before[name]]
-    refuse_changes(changed, axis)
+    refuse_changes(_beyond_rounding(engine, values, changed), axis)
+
+
+def _beyond_rounding(engine: Any, values: Mapping[str, Tensor], changed: Sequence[str]) -> list[str]:
+    """The names of changed parameters that differ by more than the rounding of a sum that was undone: w + d - d.
+
+    PEFT's `unmerge_adapter` leaves that. It is dropped, with a warning, as the parameters are those of the state again.
+
+    *Collective:* every rank; those that any rank has changed are gathered again.
+    """
+    axis = engine.train_step.runtime.mesh.world
+    every = collectives.exchange(list(changed), axis, label=Label("other", "at the end of GatheredParameters"))
+    names, beyond = sorted(set().union(*every)), []
+    for name in names:
+        own, now = full_params(engine.train_step, engine.state, [name])[name], values[name]
+        if name in changed and not _is_rounding(own, now):
+            beyond.append(name)
+    if set(changed) - {*beyond}:
+        warnings.warn(
+            f"GatheredParameters: {min(set(changed) - {*beyond})!r} has changed by no more than the rounding of an adapter that "
+            f"was merged and unmerged; the values before are kept",
+            stacklevel=2,
+        )
+    return beyond
+
+
+def _is_rounding(own: Tensor, now: Tensor) -> bool:
+    """Whether each element differs by at most 2 units in the last place of the largest element.
+
+    Sum and difference are rounded by half a unit each, of a number up to twice the largest if the added one is no larger.
+    """
+    if (own.shape, own.dtype) != (now.shape, now.dtype) or not own.is_floating_point():
+        return False
+    largest = own.abs().max().double()
+    return bool(((own.double() - now.double()).abs() <= 2 * torch.finfo(own.dtype).eps * largest).all())
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
