@@ -10,14 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from sharding.checks import check_at_least, check_index, check_shape
 from sharding.dtypes import ITEMSIZES, itemsize
 from sharding.partition import Partition
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,20 +138,17 @@ class Placement:
         """
         return self.kind == "device" or (self.kind == "host" and device == "cpu")
 
-    def put(self, x: "Tensor", *, crosses: bool = True) -> "Tensor":
-        """A copy in this memory of the host.
+    def put(self, x: Any, *, may_pin: bool = False) -> Any:
+        """A copy of a torch.Tensor in this memory of the host.
 
         Args:
-            crosses: whether a step copies it to or from a device; only such tensors are pinned.
+            may_pin: whether there is a card, and a step copies the tensor to or from it.
         """
-        import torch
+        return x.new_empty(x.shape, device="cpu", pin_memory=self.pinned and may_pin).copy_(x)
 
-        pinned = self.pinned and crosses and torch.cuda.is_available()
-        return torch.empty(x.shape, dtype=x.dtype, pin_memory=pinned).copy_(x)
-
-    def holds(self, x: "Tensor", *, crosses: bool = True) -> bool:
+    def holds(self, x: Any, *, may_pin: bool = False) -> bool:
         """Whether a tensor is where `put` would put it."""
-        return x.device.type == "cpu" and x.is_pinned() == (self.pinned and crosses)
+        return bool(x.device.type == "cpu" and x.is_pinned() == (self.pinned and may_pin))
 
 
 DEVICE = Placement()

@@ -62,6 +62,8 @@ def _check_parts(model: nn.Module, field: str) -> None:
         ) from error
     by_identity = {id(module) for module in found.values()}
     for name, module in every:
+        if isinstance(module, torch.jit.ScriptModule):  # its parts are listed in another way
+            continue
         for what, held in ("parameter", module._parameters), ("buffer", module._buffers), ("module", module._modules):
             if dotted := [key for key in held if "." in key]:
                 raise ValueError(

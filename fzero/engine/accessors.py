@@ -70,7 +70,6 @@ class Accessors(UsesDataEfficiency):
     _monitors: list[Write]
     _watch: StepLog
     comms_log: CommsLog | None
-    active_step: Callable[[], TrainStep]
 
     # --- batch sizes ---------------------------------------------------------------------------------------------
 

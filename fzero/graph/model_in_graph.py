@@ -71,8 +71,7 @@ class ModelInGraph:
 
     def __init__(self, run: StepRuntime, mesh: AxisMesh[Any], ranks: OneRank | Stacked) -> None:
         recipe, plan, model = run.recipe, run.plan, run.recipe.model
-        self._compress, self._device, self._held = recipe.compress or CompressionPlan(), run.device, recipe.held or ()
-        self._drop, self._rank, self._num_micro_steps, self.length = recipe.drop, run.rank, plan.num_micro_steps, 0
+        self._run, self._compress, self.length = run, recipe.compress or CompressionPlan(), 0
         self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
@@ -186,20 +185,20 @@ class ModelInGraph:
         def see(name: str) -> Tensor:
             if name not in found:
                 with torch.fx.traceback.annotate(SEEN):
-                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._device), tensors))
+                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._run.device), tensors))
             return found[name]
 
         return see
 
     def _dropping(self, n: Tensor, micro: Tensor) -> AbstractContextManager[None]:
         """In the body, the layers that drop tokens do so."""
-        if self._drop is None:
+        if self._run.recipe.drop is None:
             return nullcontext()
         from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
 
-        rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._rank
-        draw = Draw(self.length, n.to(self._device), micro.to(torch.int64), rank, self._num_micro_steps)
-        return replacing(self._module.model, self._drop, lambda: draw)
+        rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._run.rank
+        draw = Draw(self.length, n.to(self._run.device), micro.to(torch.int64), rank, self._run.plan.num_micro_steps)
+        return replacing(self._module.model, self._run.recipe.drop, lambda: draw)
 
     @contextmanager
     def _seeing(self, see: See, n: Tensor, micro: Tensor) -> Iterator[None]:
@@ -224,7 +223,7 @@ class ModelInGraph:
         """In the body, modules see quantized inputs, if the plan says so."""
         if not self._compress.inputs:
             return nullcontext()
-        return quantized_inputs(self._module.model, self._compress, n.to(self._device))
+        return quantized_inputs(self._module.model, self._compress, n.to(self._run.device))
 
     def _forward(
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
@@ -290,7 +289,7 @@ class ModelInGraph:
         def fetch(name: str) -> Tensor:
             return see(name) if name in self._compress.params else tensors[name]
 
-        with substituted(Substitutes.of(own, names, fetch, buffer, self._held)):
+        with substituted(Substitutes.of(own, names, fetch, buffer, self._run.recipe.held or ())):
             yield
 
 

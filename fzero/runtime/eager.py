@@ -65,12 +65,11 @@ class ForwardBackward:
 
     There are two halves. First run the model, bound to `fetch`, inside `forward(...)`. Then bind it again and call
     `backward(...)`. Any number of backwards may follow any number of forwards. Between the halves no collective is under
-    way, and one unit is still gathered. A forward without a backward leaves nothing behind. After an error in a half, or after
-    `close`, the object cannot be used again, and a backward through its graphs raises.
+    way, and one unit is still gathered. A forward without a backward leaves nothing behind. After an error, or after `close`,
+    the object cannot be used again, and a backward through its graphs raises.
 
     Args:
-        plan: the units and their specs.
-        mesh: the ranks.
+        plan, mesh: the units and their specs, and the ranks.
         params: this rank's flat buffers by key, wherever they live.
         grads: receive the mean gradients, by key: full (P) in stages 0 and 1, else shards (S). None allows forwards only.
         learned: the events to follow, by run. A run without events is negotiated, and its events are learned.
@@ -80,11 +79,8 @@ class ForwardBackward:
         seen: gives modules the compressed values of parameters.
 
     Attributes:
-        forwards: the forwards so far.
-        given: the parameters that the model got.
-        norms: those that reductions have measured.
-        gathers: the gathered units.
-        reductions: the gradients.
+        forwards, given: the forwards so far, and the parameters that the model got.
+        gathers, reductions: the gathered units, and the gradients.
         gathers_nothing: whether every rank holds all parameters.
         runs_again: see `recomputing`.
         anchor: the input of every `UnitRoot`, on the device of the parameters, so that autograd runs all nodes on one thread.
@@ -107,13 +103,12 @@ class ForwardBackward:
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
-        self.given, self.norms = GivenParams(seen.scored), norms
+        self.given = GivenParams(seen.scored)
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states, norms)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
-        self._num_modes = 0  # the number of dispatch modes that the caller has active around a half
-        self.runs_again = False
+        self._num_modes, self.runs_again = 0, False  # the dispatch modes that the caller has active around a half
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited

@@ -261,13 +261,8 @@ def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps
 
 def check_window(window: AccumulationWindow) -> None:
     """Raises unless the window holds the gradients of at least one backward."""
-    check_kind(
-        "update",
-        window,
-        AccumulationWindow,
-        "given the AccumulationWindow of the last backward",
-        "pass what step.backward(...) returned",
-    )
+    rule, fix = "given the AccumulationWindow of the last backward", "pass what step.backward(...) returned"
+    check_kind("update", window, AccumulationWindow, rule, fix)
     check_not_donated(window.state)
     if window.work.status == "over":
         raise RuntimeError(
@@ -308,7 +303,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
-        run.updater.hyper(window.num_updates()), transfer=work.transfer, norms=work.norms,
+        run.updater.hyper(window.num_updates()), transfer=work.transfer, norms=work.reductions.norms,
         still=work.forwards.still_buffers(run.plan.flat_buffers),
     )  # fmt: skip
 

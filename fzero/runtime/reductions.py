@@ -76,7 +76,7 @@ class Reductions:
         norms: GradNorms | None,
     ) -> None:
         self._plan, self._mesh, self._grads, self._transfer = plan, mesh, grads, transfer
-        self._norms = norms
+        self.norms = norms
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_last, self.only_adds = False, False
@@ -264,9 +264,9 @@ class Reductions:
                 self.hook_states[buffer.key] = sending.state()
             kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
             written = self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late)
-            if self._norms is not None and kept.numel() == buffer.shard_numel:
+            if self.norms is not None and kept.numel() == buffer.shard_numel:
                 home, device = self._grads[buffer.key], self._transfer.device
-                self._norms.reduced(buffer.key, home, written, device, is_final=self._is_last)
+                self.norms.reduced(buffer.key, home, written, device, is_final=self._is_last)
             del written
         del sending, mean, kept
         for key, flat_P in reads.flats.items():

@@ -283,9 +283,11 @@ class Offload(StateMemory):
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
                 return value.to(self.device)
-            crosses = self._crosses(leaves, name)
-            is_there = x is value and placement.holds(value, crosses=crosses)
-            return x if is_there else placement.put(value, crosses=crosses)
+            may_pin = self._may_pin(leaves, name)
+            if x is value and placement.holds(value, may_pin=may_pin):
+                return x
+            there: Tensor = placement.put(value, may_pin=may_pin)
+            return there
         assert files is not None
 
         def copy(group: SubGroup, tensors: list[Tensor]) -> None:
@@ -311,12 +313,13 @@ class Offload(StateMemory):
                 device = self.device if kind == "here" else torch.device("cpu")
                 like = torch.empty(home.numel, dtype=torch_dtype(home.dtype), device=device)
                 is_away = kind == "host"
-                tensors[name] = home.placement.put(like, crosses=self._crosses(leaves, name)) if is_away else like
+                tensors[name] = home.placement.put(like, may_pin=self._may_pin(leaves, name)) if is_away else like
         return tensors
 
-    def _crosses(self, leaves: Leaves, name: str) -> bool:
+    def _may_pin(self, leaves: Leaves, name: str) -> bool:
         """Whether a step copies a tensor. Only such a one is pinned: PyTorch takes up to twice the bytes for pinned memory."""
-        return name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
+        crosses = name in (leaves.param, leaves.grad) or leaves.updated not in self._on_host
+        return crosses and torch.cuda.is_available()
 
     def _mover(self, tensors: Sequence[tuple[FlatParamPlan, Mapping[str, StoredTensor]]]) -> Mover:
         """The mover of each tensor to the device on which its buffer is updated."""

@@ -333,10 +333,10 @@ def test_specs_and_planned_bytes_are_those_of_the_state_and_the_formula(name: st
 
 def test_a_row_says_which_axes_each_part_is_divided_over() -> None:
     rows = {mode: in_lockstep(mode, SQUARE, Plain).plan.flat_buffers[0].row for mode in MODES}
-    assert tuple(rows["hybrid 0"]) == (Replicated(), Replicated(), Replicated())
-    assert tuple(rows["mics 1"]) == (Replicated(), Partial("data"), Sharded("data"))
-    assert tuple(rows["hybrid 3"]) == (Sharded("data"), Sharded("data"), Sharded("data"))
-    assert tuple(rows["hpz 3"]) == (Sharded("data"), Sharded("data", "node"), Sharded("data", "node"))
+    assert rows["hybrid 0"][:3] == (Replicated(), Replicated(), Replicated())
+    assert rows["mics 1"][:3] == (Replicated(), Partial("data"), Sharded("data"))
+    assert rows["hybrid 3"][:3] == (Sharded("data"), Sharded("data"), Sharded("data"))
+    assert rows["hpz 3"][:3] == (Sharded("data"), Sharded("data", "node"), Sharded("data", "node"))
 
 
 def test_fine_shards_of_a_node_axis_are_neighbours() -> None:

@@ -413,7 +413,7 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
     with PretendedCuda() as card:
         if pinned:
             shards, grads = ({name: x.pin_memory() for name, x in of.items()} for of in (shards, grads))
-        transfer, names = MovingTransfer(torch.device("cuda", 0), BufferPool(), measure=lambda x: x.sum()), list(shards)
+        transfer, names = MovingTransfer(torch.device("cuda", 0), BufferPool()), list(shards)
         for name, following in zip(names, [*names[1:], None]):
             here = transfer.load(name, shards[name])
             if following is not None and asks_ahead:

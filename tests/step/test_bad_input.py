@@ -257,7 +257,7 @@ def _holding(kind: str, value: Any, name: str = "a.b") -> nn.Module:
     ("make", "says"),
     [
         (lambda: nn.Sequential(Equal(4, 4), Equal(4, 4)), "'0' and '1' are equal by the __eq__ of Equal, so PyTorch"),
-        (lambda: nn.Sequential(EqualWithoutHash(4, 4)), "must have hashes, .* unhashable type: 'EqualWithoutHash'"),
+        (lambda: nn.Sequential(EqualWithoutHash(4, 4)), "must have hashes, .*unhashable type: 'EqualWithoutHash'"),
         (lambda: _holding("parameters", nn.Parameter(torch.ones(4))), r"no dots, .* parameter 'a\.b' in 0 \(Linear\)"),
         (lambda: _holding("buffers", torch.ones(4)), r"no dots, .* buffer 'a\.b' in 0 \(Linear\)"),
         (lambda: _holding("modules", nn.Linear(4, 4)), r"no dots, .* module 'a\.b' in 0 \(Linear\)"),

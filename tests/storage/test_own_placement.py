@@ -26,13 +26,13 @@ class InArena(Placement):
     def is_here(self, device: str) -> bool:
         return False
 
-    def put(self, x: Tensor, *, crosses: bool = True) -> Tensor:
+    def put(self, x: Tensor, *, may_pin: bool = False) -> Tensor:
         start = NUM_USED[0]
         NUM_USED[0] += -(-x.nbytes // 64) * 64
         memory = x.new_empty(0, device="cpu")  # which, unlike a view of the arena, has a version of its own
         return memory.set_(ARENA.untyped_storage(), start // x.itemsize, x.shape).copy_(x)
 
-    def holds(self, x: Tensor, *, crosses: bool = True) -> bool:
+    def holds(self, x: Tensor, *, may_pin: bool = False) -> bool:
         return x.untyped_storage().data_ptr() == ARENA.untyped_storage().data_ptr()
 
 

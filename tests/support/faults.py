@@ -95,8 +95,8 @@ CHOSEN = (
     Fault(PLANS, "_is_early", "and reduction.unit not in self._ready", "and False", "a unit is reduced before its gradients"),
     # the eager step
     Fault(RUNTIME, "cut", "flat_P[buffer.layout.numel :].zero_()", "pass", "the padding of a gradient is not zeroed"),
-    Fault(RUNTIME, "shared_visit", "and unit.name not in forward.visits", "", "a second visit gets the nodes of the first"),
-    Fault(RUNTIME, "shared_visit", "leaf._backward_hooks", "False", "a hook of one forward is one of the next"),
+    Fault(RUNTIME, "begin", "any(leaf._backward_hooks for leaf in visit.leaves.values())", "False",
+          "a hook of one forward is one of the next"),
     Fault(RUNTIME, "begin", "not (is_first or self._is_last)", "not is_first", "the last backward reduces nothing"),
     Fault(RUNTIME, "_write", "if adds:", "if False:", "the second gradient of a parameter replaces the first"),
     Fault(PLANS, "home", 'adds_late = holds == "result" or ', "adds_late = ", "a second visit overwrites the first"),
@@ -104,7 +104,8 @@ CHOSEN = (
     Fault(RUNTIME, "wait", "flats = self._live[unit.name] = self._end(unit.name)",
           "flats = self._live[unit.name] = {g.buffer.key: g.pending.finish() for g in self._under_way.pop(unit.name) "
           "if not g.pending.works or True}", "a gather is not waited for"),
-    Fault(MODEL, "random_state", "after[\"cpu\"] = torch.get_rng_state()", "after[\"cpu\"] = rng[\"cpu\"]",
+    Fault(MODEL, "random_state", "after |= {kind: state for kind, state in random_states(device).items() if kind in rng}",
+          "after |= rng",
           "every step draws the same dropout"),
     Fault(RUNTIME, "rng", "* 1_000_003 + rank", "* 1_000_003", "all ranks draw the same dropout"),
     Fault(RUNTIME, "_buffer", "_from_rank_0(flat_P, world, buffer.key)", "flat_P", "ranks begin with their own values"),
@@ -120,7 +121,7 @@ CHOSEN = (
           "a short write goes on at the wrong place"),
     Fault(STORAGE, "stream_update", "if len(written) > write_behind:", "if len(written) > write_behind + 1:",
           "one sub-group more is written behind than there is room for"),
-    Fault(STORAGE, "_version", "return x._version if isinstance(x, Tensor) else 0", "return 0",
+    Fault(RUNTIME, "_version", "return x._version if isinstance(x, Tensor) else 0", "return 0",
           "the norm of a gradient that was changed meanwhile is the old one"),
     # the captured step
     Fault(GRAPH, "bucket_updates", "all(_is_written(user, roots) for wait", "any(_is_written(user, roots) for wait",
