@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Mapping
@@ -145,7 +146,8 @@ def show_machine(arguments: list[str]) -> int:
 
     def make() -> tuple[Table, dict[str, Any]]:
         try:
-            found = machine_report.facts(given.path)
+            with os.scandir(given.path):  # a path that is no folder is an error before anything is printed
+                found = machine_report.facts(given.path)
             if not given.json:
                 print_report(machine_report.facts_table(found))
             how = {"num_ranks": given.ranks, "says": say, "seconds": given.seconds}
