@@ -308,7 +308,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
 
     def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
         """Drops gradients for `zero_grad` of an object; in the cases in which DeepSpeed's drops none, warns once."""
-        stage, window = self.train_step.plan.stage, self.open_window
+        stage, window = self.train_step.plan.row.number, self.open_window
         if self.grads.given or window is None or not window.loss_stats:
             self.grads.drop(to_none=to_none)
             return

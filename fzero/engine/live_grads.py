@@ -104,7 +104,9 @@ def shows(step: TrainStep, *, are_reduced: bool) -> bool:
     scale."""
     loss = step.runtime.rules.loss
     is_mean = not loss.is_mean or loss.predivide == loss.world_size
-    return is_mean and (step.plan.stage == 0 or (step.plan.stage == 1 and not are_reduced))
+    row = step.plan.row
+    is_full = not row.shards("params") and not row.shards("grads")
+    return is_mean and is_full and not (are_reduced and row.shards("optimizer"))
 
 
 def _views(step: TrainStep, window: AccumulationWindow) -> Iterator[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ def state_dict_of(step: TrainStep, state: TrainState[Tensor], groups: Sequence[M
     return {
         "rank": step.rank,
         "world_size": step.world_size,
-        "zero_stage": step.plan.stage,
+        "zero_stage": step.plan.row.number,
         "param_groups": [plain_values(dict(group)) | {"params": []} for group in groups],
         "state": dict(zip(_names(state), in_memory(_leaves(state)), strict=True)),
     }
