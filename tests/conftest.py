@@ -182,6 +182,12 @@ def device() -> torch.device:
 
 
 @pytest.fixture(autouse=True)
+def autograds_threads() -> None:
+    """An engine on a card switches them off for the thread of its script: here, of all tests."""
+    torch.autograd.set_multithreading_enabled(True)
+
+
+@pytest.fixture(autouse=True)
 def on_the_device() -> Iterator[None]:
     with devices.on_the_device():
         yield
