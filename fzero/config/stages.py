@@ -1,7 +1,7 @@
 """The ZeRO stages as rows of a table: the specs of parameters, gradients and optimizer state.
 
-A stage decides which of the three every rank holds in full, and which are sharded (ZeRO §5, figure 1). All else asks the row,
-never for the number of the stage.
+A stage decides which of the three every rank holds in full, and which are sharded (ZeRO §5, figure 1). A step asks the
+row, never for the number of the stage; that is for DeepSpeed's names, files and tables.
 """
 
 from __future__ import annotations

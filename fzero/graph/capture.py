@@ -270,7 +270,7 @@ class CompiledStep:
     def _trace(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
         recipe = self._runtime.recipe
         functions = () if recipe.loss_fn is None else (recipe.loss_fn,)
-        with in_one_graph(type(self._runtime.recipe.model).__name__):
+        with in_one_graph(type(recipe.model).__name__):
             traced = trace(function, arguments, recipe.model, self.checkpoint, functions, held=recipe.held or ())
         for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
             if path[0] == 0 and path[2:]:  # a dict of the state

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Net, assert_close, criterion, data, mine, settings
+from engines import Net, assert_close, losses_of_steps, settings
 from ranks import RankPool
 from training import make
 
@@ -89,13 +89,7 @@ def _trained(folder: str, stage: int, free: list[dict[str, Any]]) -> Any:
         engine = fzero.initialize(model=make(Net), config=keys | free[rank])[0]
         sent: list[Any] = []
         engine.train_step = engine.train_step.observed(lambda r: sent.append((r.collective, r.axis, r.nbytes)))
-        losses = []
-        for index in range(3):
-            x, y = mine(engine, data(index))
-            loss = criterion(engine(x), y)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.item())
+        losses = losses_of_steps(engine)
         log_summary()
         weights = engine.module_state_dict()
         engine.destroy()

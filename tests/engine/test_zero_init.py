@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Net, assert_close, criterion, data, made, mine, settings
+from engines import Net, assert_close, criterion, data, losses_of_steps, made, mine, settings
 from ranks import RankPool
 from torch import Tensor, nn
 from training import make
@@ -143,14 +143,7 @@ def _trained(divides: bool, stage: int, offload: str | None, folder: str | None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     del keys["optimizer"]
     engine = fzero.initialize(model=model, config=keys, optimizer=optimizer)[0]
-    losses = []
-    for index in range(3):
-        x, y = mine(engine, data(index))
-        loss = criterion(engine(x), y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses, engine.module_state_dict()
+    return losses_of_steps(engine), engine.module_state_dict()
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(0, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")])

@@ -68,6 +68,18 @@ def mine(engine: fzero.Engine, batch: Any) -> Any:
     return part(batch, engine.global_rank, engine.world_size)
 
 
+def losses_of_steps(engine: fzero.Engine, num_steps: int = 3) -> list[float]:
+    """Trains on this rank's part of `data`, as a script does; the loss of each step."""
+    losses = []
+    for index in range(num_steps):
+        x, y = mine(engine, data(index))
+        loss = criterion(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 Trained = tuple[list[float], dict[str, Tensor]]
 """Gradient norms, and weights at the end."""
 Losses = Callable[[Callable[[Any], Any], int], list[Tensor]]
