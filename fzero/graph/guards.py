@@ -123,10 +123,10 @@ class Guard:
                 if at not in read and at[0] in names and _is_of_the_user(sys._getframe(1).f_globals):
                     read.add(at)
                     for each in own.keys() - set(_OF_THE_STATE):
-                        guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
+                        if not _is_of_a_step(own[each]):
+                            guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
             elif at not in read and at[0] in names and key not in _OF_THE_STATE:
-                is_replaced = key == "forward" and hasattr(own.get(key), "fzero_drops")  # only while a step runs
-                if not is_replaced:
+                if not _is_of_a_step(own.get(key)):
                     read.add(at)
                     if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
                         guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
@@ -333,6 +333,11 @@ def settings() -> tuple[Any, ...]:
 _ATTENTION = [
     getattr(torch.backends.cuda, f"{name}_sdp_enabled") for name in ("flash", "math", "mem_efficient", "cudnn")
 ]
+
+
+def _is_of_a_step(value: Any) -> bool:
+    """Whether a module has this attribute only while a step runs."""
+    return isinstance(value, FunctionType | MethodType) and hasattr(value, "fzero_bound")
 
 
 def _is_of_the_user(scope: Mapping[str, Any]) -> bool:
