@@ -112,7 +112,7 @@ class ModelInGraph:
             raise RuntimeError(INSIDE)
         with (
             torch.fx.traceback.annotate(BACKWARD),
-            self._in_backward(tensors, state.buffers, state.step, numbers[2]),
+            self._in_backward(tensors, state.buffers, state.step, numbers),
         ):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters. Not
             # `torch.autograd.grad`: it leaves out what is no way to a leaf, and so a backward inside this one (reentrant
@@ -208,12 +208,12 @@ class ModelInGraph:
                 buffer.copy_(present[name])
 
     def _in_backward(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, micro: Tensor
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
     ) -> AbstractContextManager[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
         if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
             return nullcontext()
-        return self._bound(tensors, buffers, n, micro)
+        return self._bound(tensors, buffers, n, numbers[2])
 
 
 def as_parameter(tensor: Tensor, name: str) -> Tensor:
