@@ -25,11 +25,12 @@ from fzero.comms.stacked import Stacked
 from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
-from fzero.graph.tracing import alone, has_changed
-from fzero.model.errors import INSIDE, UNRELATED, late, marked, of_own_class, was_changed
+from fzero.graph.tracing import alone, has_changed, memory_of
+from fzero.model.errors import INSIDE, UNRELATED, flag_changed, late, marked, of_own_class, was_changed
 from fzero.model.fetched_parameters import marks_of, new_marks
-from fzero.model.own_params import own_class
+from fzero.model.own_params import check_unchanged, own_class
 from fzero.runtime.loss import loss_of
+from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
@@ -56,7 +57,9 @@ class ModelInGraph:
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
-        self._loss_of = partial(loss_of, recipe.model, recipe.loss_fn, reduces_by_sum=not self._rules.is_mean, **how)
+        self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
+            loss_of, recipe.model, recipe.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
+        )
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
@@ -64,18 +67,26 @@ class ModelInGraph:
         with (
             torch.no_grad(),
             self._ranks.drawing(),
-            self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
+            self._unchanged(self._ranks.each(self._cut)(state.params), state.buffers) as tensors,
         ):
             return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
     @contextmanager
-    def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Raises ParameterError if the body changes parameters."""
-        versions = {name: tensor._version for name, tensor in tensors.items()}
+    def _unchanged(self, tensors: dict[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Raises ParameterError if the body changes parameters or their flags, or one of two buffers that share memory."""
+        versions = {name: x._version for name, x in (tensors | dict(buffers)).items()}
+        flags = {name: x.requires_grad for name, x in tensors.items()}
         yield tensors
-        changed = [name for name, tensor in tensors.items() if has_changed(tensor)]
-        if changed or any(tensor._version != versions[name] for name, tensor in tensors.items()):
-            raise was_changed(changed[0] if changed else None)
+
+        def changed(given: Mapping[str, Tensor]) -> list[str]:
+            return [name for name, x in given.items() if has_changed(x) or x._version != versions[name]]
+
+        if found := changed(tensors):
+            raise was_changed(found[0])
+        for name, x in tensors.items():
+            if x.requires_grad != flags[name]:
+                raise flag_changed(name)
+        check_unchanged(changed(buffers), self._run.learned.sharing)
 
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor
@@ -104,7 +115,7 @@ class ModelInGraph:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing(), self._unchanged(tensors):
+        with self._ranks.drawing(), self._unchanged(tensors, state.buffers):
             loss, row = self._ranks.each(forward)(
                 tensors, state.buffers, batch, state.step, numbers, state.loss_scale.scale
             )
@@ -201,8 +212,10 @@ class ModelInGraph:
                 raise late("parameter", name)
             return see(name) if name in self._compress.params else tensors[name]
 
+        homes = {memory_of(x) for x in tensors.values() if x.numel()}
         with self._run.binding.to(fetch, present), self._quantizing(n), self._dropping(n, micro):
             yield
+            check_no_views(self._run.recipe.model, lambda x: memory_of(x) in homes)
         for name, buffer in buffers.items():
             if present[name] is not buffer:  # the model has assigned it
                 buffer.copy_(present[name])
