@@ -31,11 +31,10 @@ if TYPE_CHECKING:
     from fzero.optim.optimizers import sgd as sgd
     from fzero.optim.transforms import Transform as Transform, chain as chain
     from fzero.plans.plan import Plan as Plan
-    from fzero.plans.plan_spec import PlanSpec as PlanSpec, plan as plan
+    from fzero.plans.plan_spec import plan as plan
     from fzero.plans.unit_orders import ScheduleError as ScheduleError
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
-    from fzero.runtime.step_spec import StepSpec as StepSpec
     from fzero.simulation import simulate as simulate
     from fzero.state import Metrics as Metrics, TrainState as TrainState
     from fzero.step import TrainStep as TrainStep, make_train_step as make_train_step
@@ -69,11 +68,10 @@ else:
             "optim.transforms": "Transform chain",
             "plans.placements": "Placement",
             "plans.plan": "Plan",
-            "plans.plan_spec": "PlanSpec plan",
+            "plans.plan_spec": "plan",
             "plans.unit_orders": "ScheduleError",
             "resharding.place": "place",
             "resharding.reshard": "reshard",
-            "runtime.step_spec": "StepSpec",
             "simulation": "simulate",
             "state": "Metrics TrainState",
             "step": "TrainStep make_train_step",

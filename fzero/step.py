@@ -108,9 +108,9 @@ def make_train_step(
             `"pipe"`, and `model` must be a `PipelineModule` or an `nn.Sequential`. A micro-batch is (inputs, labels), and the
             loss is `loss_fn(outputs, labels)`.
 
-    The other arguments are fields of `fzero.PlanSpec` (units, param_groups, transform, gather_hook, reduce_hook, placements,
-    order) and of `fzero.StepSpec` (loss_fn, donate, lr_schedule, schedule, checkpoint, compile, compile_backend, check_params,
-    seed), which document them.
+    The other arguments are fields of two records, which document them: of `fzero.plans.PlanSpec` (units, param_groups, transform,
+    gather_hook, reduce_hook, placements, order) and of `fzero.runtime.StepSpec` (loss_fn, donate, lr_schedule, schedule,
+    checkpoint, compile, compile_backend, check_params, seed).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
