@@ -26,7 +26,7 @@ from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
-from fzero.model.errors import INSIDE, UNRELATED, flag_changed, late, marked, of_own_class, was_changed
+from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
 from fzero.model.fetched_parameters import marks_of, new_marks
 from fzero.model.own_params import check_unchanged, own_class
 from fzero.runtime.loss import loss_of
@@ -195,6 +195,8 @@ class ModelInGraph:
         }
         with self._bound(tensors, buffers, n, micro):
             loss, weight = self._loss_of(batch)
+        if found := [name for name, x in tensors.items() if x._backward_hooks]:
+            raise has_hook(found[0])
         for name, x in chain(tensors.items(), model.named_buffers()):
             if found := [key for key in new_marks(x) if key not in before.get(name, ())]:
                 raise marked("parameter" if name in tensors else "buffer", name, found[0])

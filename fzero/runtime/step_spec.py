@@ -66,9 +66,9 @@ class StepSpec(PlanSpec):
 
     loss_fn: LossFn | None = None
     """`loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
-    micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls the `model` that it gets. None calls the model with the batch
-    (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`) and takes the output if it is
-    a scalar, its `.loss`, or its first item."""
+    micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls the `model` that it gets. None calls
+    the model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as
+    `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item."""
     donate: bool = True
     """Whether the step may write into the state that it gets; using that state again raises. False works on a copy; state in
     files cannot be copied."""
