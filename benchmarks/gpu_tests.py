@@ -32,8 +32,11 @@ def run_tests(scale: Scale) -> dict[str, Any]:
     if scale.on_card and importlib.util.find_spec("xdist"):
         command += ["-n", str(NUM_WORKERS), "--dist", "load", "--maxschedchunk", "1"]
     log = lines.with_suffix(".log")
+    few_examples = os.environ | {"HYPOTHESIS_PROFILE": "short"}
     with log.open("wb") as out:
-        running = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL)
+        running = subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=few_examples
+        )
         while running.poll() is None and time.time() < until + SECONDS_TO_END / 2:
             time.sleep(0.5)
             keep(found_in(lines))
