@@ -344,6 +344,7 @@ class TrainStep:
 
         *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
         """
+        phases.check_window(window)
         return end(self.runtime, phases.collect(self.runtime, window))
 
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:

@@ -41,7 +41,7 @@ from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.ending import end
 from fzero.runtime.finish import Outcome
-from fzero.runtime.phases import collect, going_back, scaled_loss
+from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
 from fzero.storage.shard_transfer import read_later
@@ -265,6 +265,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         try:
             with optimizer.state.keeping(without):
                 window.work.forwards.still |= without
+                check_window(window)
                 collected = collect(step.runtime, window)
                 self.state, self.metrics = end(step.runtime, collected, sees=sees)
         except FloatingPointError:  # the step has ended without an update

@@ -280,7 +280,6 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     Args:
         rng: the random state of the next state; None takes that of the present state.
     """
-    check_window(window)
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
     if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
