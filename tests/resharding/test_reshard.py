@@ -634,7 +634,7 @@ def _on_paper(job: Job) -> fzero.TrainStep:
 
 def _train_from(job: Job, states: list[TrainState[Tensor]], index: int) -> TrainState[Tensor]:
     step = bind(replace(job, processes=WORLD[len(states)]))
-    state = fzero.place(states[step.rank], step)
+    state = states[step.rank]
     for offset in range(3):
         state, _ = step(state, _batch(step, tokens, index + offset))
     return state

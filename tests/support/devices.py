@@ -53,6 +53,10 @@ NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
         "vmap": "torch.vmap makes tensors in C++, which are the processor's there",
         "stacked": "torch.vmap makes tensors in C++, which are the processor's there",
         "graph": "a capture makes tensors in C++, which are the processor's there",
+        "test_on_other_processes_the_state_is_the_one_made_of_all_old_states": (
+            "its states go to other processes, where they are the processor's"
+        ),
+        "-step]": "a capture makes tensors in C++, which are the processor's there",
     },
     "any": {
         "test_a_bad_weight_is_reported": ASSERTS,
