@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
@@ -34,7 +33,7 @@ from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
 from fzero.runtime import phases
-from fzero.runtime.finish import next_state
+from fzero.runtime.ending import end
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
 from fzero.runtime.phases import AccumulationWindow
@@ -233,10 +232,7 @@ class TrainStep:
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
         collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
-        with profiler_range("update"):
-            finished = phases.finish_step(run, collected)
-            state = phases.update(run, collected, finished)
-            return next_state(run.rules, collected, state, finished.outcome)
+        return end(run, collected)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
         """Starts an accumulation window, which takes the state. Then call `forward` and `backward`, once or often, and `update`.
@@ -308,12 +304,7 @@ class TrainStep:
         *Collective:* every rank; all-gathers a few numbers, and the updated parameters that every rank holds in full.
         """
         phases.check_window(window)
-        run = self.runtime
-        with profiler_range("update"):
-            collected = phases.collect(run, window)
-            finished = phases.finish_step(run, collected)
-            state = phases.update(run, collected, finished)
-            return next_state(run.rules, collected, state, finished.outcome)
+        return end(self.runtime, phases.collect(self.runtime, window))
 
     def init(self, params: Mapping[str, Tensor] | None = None, *, init_fn: InitFn | None = None) -> State:
         """This rank's part of a new state.
