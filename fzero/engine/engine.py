@@ -253,6 +253,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.live.check()
         optimizer.settle()
         step = self._following()
+        step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
         try:
             with optimizer.state.keeping(without):
                 window.work.forwards.still |= without
