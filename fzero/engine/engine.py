@@ -256,6 +256,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.live.check()
         optimizer.settle()
         step = self._following()
+        step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
         overflow = list[Callable[[], int]]()
 
         def sees(outcome: Outcome) -> None:

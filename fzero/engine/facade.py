@@ -66,7 +66,9 @@ class HasTools(Accessors):
             return ResumableLoader(dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how)
         if data_sampler is None and self.is_map_style_dataset(dataset):
             data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
-        return DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
+        loader: Any = DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
+        loader.data_sampler = loader.sampler  # DeepSpeed's name
+        return loader  # type: ignore[no-any-return]
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:

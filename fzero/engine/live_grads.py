@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.engine.param_views import LiveParams
+from fzero.engine.replica_edits import ReplicaEdits
 from fzero.model.errors import not_trained
 from fzero.step import AccumulationWindow, TrainStep
 from sharding.views import unflatten
@@ -27,12 +28,15 @@ class LiveGrads:
 
     Attributes:
         given: by name, those that they show now.
+        edits: what the script has done to gradients of which each rank holds a copy.
     """
 
     def __init__(self, live: LiveParams) -> None:
         self._live = live
         self.given: dict[str, Tensor] = {}
+        self.edits = ReplicaEdits()
         self._watched: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}  # by name, where ranks hold copies
 
     def show(self, step: TrainStep, window: AccumulationWindow, *, are_reduced: bool) -> None:
         """Shows the gradients of a window, where this rank holds them in full.
@@ -53,6 +57,8 @@ class LiveGrads:
                     node.register_prehook(self._refusing(name))
                 param.grad_dtype = view.dtype
                 param.grad = self.given[name] = view
+                if are_reduced and step.world_size > 1:
+                    self._versions[name] = view._version
 
     def _refusing(self, name: str) -> Callable[[Any], None]:
         """A hook of what adds a gradient to a parameter: that of a loss outside the forward, which no other rank adds."""
@@ -78,15 +84,19 @@ class LiveGrads:
             ValueError: one was replaced by a tensor of another layout.
         """
         given, self.given, dropped = self.given, {}, set()
+        versions, self._versions = self._versions, {}
         for name, view in given.items():
             param = self._live.own[name]
             now, param.grad = param.grad, None
             param.grad_dtype = param.dtype
+            is_changed = name in versions and (now is not view or view._version != versions[name])
             if now is None:
                 view.zero_()
                 dropped.add(name)
             elif now is not view:
                 view.copy_(now.to_dense() if now.is_sparse else now)
+            if is_changed:
+                self.edits.note(f"{name}.grad", "None" if now is None else view)
         return frozenset(dropped)
 
     def drop(self, *, to_none: bool) -> None:

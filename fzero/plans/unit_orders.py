@@ -153,7 +153,8 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
     """The schedule with each gather of the backward issued before the reduction that precedes it.
 
     The gather of the next unit then overlaps with the compute of the present one. The forward has gathers only, and the
-    runner starts the next one early without a change of order.
+    runner starts the next one early without a change of order. A reduction lets one gather pass: a second one would delay it
+    until other gradients of the same unit are there (a unit that several reentrant checkpoints use), and so change the sum.
 
     Args:
         schedule: as recorded.
@@ -163,11 +164,12 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
     >>> print(*early(recorded, lambda present, following: True), sep=", ")
     boundary, gather a, reduce b, reduce a
     """
-    events = list(schedule)
+    events, passed = list(schedule), -1  # the place of the last reduction that let a gather pass
     for index in range(1, len(events)):
         before, event = events[index - 1], events[index]
-        if event.kind == "gather" and before.kind == "reduce" and may_start(before.unit, event.unit):
-            events[index - 1], events[index] = event, before
+        is_free = passed != index - 1 and before.kind == "reduce"
+        if is_free and event.kind == "gather" and may_start(before.unit, event.unit):
+            events[index - 1], events[index], passed = event, before, index
     return tuple(events)
 
 

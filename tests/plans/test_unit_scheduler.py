@@ -74,6 +74,7 @@ class Rank:
     rules: UnitRules
     scheduler: UnitScheduler
     record: list[Event]
+    is_reentrant: bool = False  # whether the backward runs each visit again, with the first unit, and completes both
 
     def request(self, events: Sequence[Event]) -> Iterator[None]:
         """Records events, and waits while the scheduler has a wish."""
@@ -93,19 +94,30 @@ class Rank:
         """Unpacks each visit's unit twice, around the first of its gradients."""
         scheduler = self.scheduler
         scheduler.begin(order)
-        scheduler.begin_backward(is_last=is_last, visits=Counter(visits))
+        scheduler.begin_backward(is_last=is_last, visits=Counter(() if self.is_reentrant else visits))
+        shared = next(iter(self.rules.units))
         for unit in reversed(visits):
-            yield from self.request(scheduler.need(unit))
-            self.record.append(Event("use", unit))
-            for grad in self.rules.units[unit].grads:
-                yield from self.request(scheduler.collect(unit, grad.key))
-                yield from self.request(scheduler.need(unit))
-                self.record.append(Event("use", unit))
-            if self.rules.units[unit].grads:
-                self.record.append(Event("grad", unit))
-                yield from self.request(scheduler.end_visit(unit))
+            if self.is_reentrant:
+                for used in (unit, shared):
+                    yield from self.request(scheduler.enter(used))
+                    self.record.append(Event("use", used))
+                yield from self.gradients(shared)
+            yield from self.gradients(unit)
         yield from self.request(scheduler.end_backward())
         self.record += scheduler.finish()
+
+    def gradients(self, unit: str) -> Iterator[None]:
+        """The gradients of a visit."""
+        scheduler = self.scheduler
+        yield from self.request(scheduler.need(unit))
+        self.record.append(Event("use", unit))
+        for grad in self.rules.units[unit].grads:
+            yield from self.request(scheduler.collect(unit, grad.key))
+            yield from self.request(scheduler.need(unit))
+            self.record.append(Event("use", unit))
+        if self.rules.units[unit].grads:
+            self.record.append(Event("grad", unit))
+            yield from self.request(scheduler.end_visit(unit))
 
 
 def run_together(ranks: Sequence[Rank], programs: Sequence[Iterator[None]], orders: Orders, run: Run) -> None:
@@ -146,10 +158,11 @@ def train(
     *,
     num_micro_steps: int = 1,
     device: str = "cuda",
+    is_reentrant: bool = False,
 ) -> list[list[Event]]:
     """One step of all ranks; returns their records. Learns orders, or follows them."""
     alone = len(visits_by_rank) == 1
-    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), []) for _ in visits_by_rank]
+    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), [], is_reentrant) for _ in visits_by_rank]
     for micro_step in range(num_micro_steps):
         for kind in ("forward", "backward"):
             run: Run = (kind, 0)
@@ -188,6 +201,22 @@ def test_the_checker_accepts_every_schedule_of_ranks_that_run_the_same_model(
         peak = check_schedules(records, rules)
         used = [rules.units[unit].gathered_numel for unit in visits]
         assert max(used) <= peak <= rules.most_gathered()
+
+
+@given(steps(), st.integers(1, 2), devices)
+def test_ranks_whose_backward_completes_each_visit_for_itself_learn_its_order(
+    step: tuple[UnitRules, Visits], num_micro_steps: int, device: str
+) -> None:
+    """Reentrant checkpoints: a unit that several use is reduced after each."""
+    rules, visits = step
+    orders = Orders()
+    for _ in range(17):
+        records = train(
+            rules, [visits] * rules.world_size, orders,
+            num_micro_steps=num_micro_steps, device=device, is_reentrant=True,
+        )  # fmt: skip
+        check_schedules(records, rules)
+    assert not orders.varying and not any(event.kind in ("negotiate", "depart") for event in records[0])
 
 
 @given(st.data(), devices)
