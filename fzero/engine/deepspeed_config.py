@@ -22,7 +22,7 @@ from fzero.config.deepspeed_models import (
 )
 from fzero.config.files import read as read_file
 from fzero.engine.config_keys import read
-from fzero.engine.settings_table import GIVEN, look_up
+from fzero.engine.settings_table import CONSTANT, GIVEN, look_up
 from sharding.views import torch_dtype
 
 _SIZES = {
@@ -52,7 +52,7 @@ _KEYS: dict[str, tuple[str, Any]] = {
 """Attribute: a key as it was given, and DeepSpeed's default."""
 _OFF = dict.fromkeys(
     (
-        "amp_enabled", "amp_params", "eigenvalue_enabled", "graph_harvesting", "load_universal_checkpoint",
+        "amp_enabled", "amp_params", "graph_harvesting", "load_universal_checkpoint",
         "use_data_before_expert_parallel_", "use_node_local_storage",
     ),
     False,
@@ -196,8 +196,8 @@ class DeepSpeedConfig:
             return _MADE[name](self)
         if name in _KEYS or name in GIVEN:
             return look_up(self._param_dict, *(_KEYS.get(name) or GIVEN[name]))
-        if name in _OFF:
-            return _OFF[name]
+        if name in _OFF or name.startswith("eigenvalue_"):
+            return {**CONSTANT, **_OFF}[name]
         try:
             return attrgetter(_FIELDS.get(name, name))(self.cfg)
         except AttributeError:

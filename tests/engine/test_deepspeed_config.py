@@ -149,9 +149,8 @@ def test_deprecated_fields_of_a_scripts_model_move_as_in_deepspeed(
 
 OWN = {"activation_checkpointing_config", "autotuning_config", "checkpoint_config", "compile_config", "compression_config",
        "data_efficiency_config", "datastates_config", "expert_parallel_config", "nebula_config", "tensor_parallel_config",
-       "timers_config", "weight_quantization_config", "checkpoint_parallel_write_pipeline", "eigenvalue_gas_boundary_resolution",
-       "eigenvalue_layer_name", "eigenvalue_layer_num", "eigenvalue_max_iter", "eigenvalue_stability", "eigenvalue_tol",
-       "eigenvalue_verbose", "seq_parallel_communication_data_type"}  # fmt: skip
+       "timers_config", "weight_quantization_config", "checkpoint_parallel_write_pipeline",
+       "seq_parallel_communication_data_type"}  # fmt: skip
 """Attributes of DeepSpeed's class of features that fzero does not have, or configures in another way."""
 IN_PART = {"float16_config": (), "bfloat16_config": ("immediate_grad_update",), "hybrid_engine": ("max_out_tokens",),
            "flops_profiler_config": (), "monitor_config": (), "comms_config": (), "zero_config": ()}  # fmt: skip
@@ -165,6 +164,7 @@ GIVEN: dict[str, Any] = {
     "csv_monitor": {"enabled": True, "output_path": "x"}, "comms_logger": {"enabled": True, "verbose": True},
     "progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.01}, "dump_state": True, "dataloader_drop_last": True,
     "flops_profiler": {"enabled": True, "top_modules": 3}, "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+    "eigenvalue": {"enabled": True, "tol": 0.5, "layer_name": "blocks"},
 }  # fmt: skip
 
 
