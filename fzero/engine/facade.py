@@ -29,6 +29,8 @@ class HasTools(Accessors):
     timers: SynchronizedWallClockTimer
     tput_timer: ThroughputTimer
     mpu: Any = None
+    client_optimizer: Any = None
+    """The optimizer that the script gave to `initialize`, or None."""
 
     def _equip(self) -> None:
         """Makes the tools of a new engine."""
@@ -95,7 +97,8 @@ class HasTools(Accessors):
 
     @property
     def basic_optimizer(self) -> Any:
-        return self.optimizer
+        """The optimizer inside `engine.optimizer`; that itself in stage 0 in fp32."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
     def data_parallel_group(self) -> Any:

@@ -27,9 +27,10 @@ from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.data_efficiency import sampler_of
 from fzero.engine.dataloader import ResumableLoader, check_indexed
+from fzero.engine.deepspeed_optimizers import configured_class
 from fzero.engine.divided_params import check_not_foreign, taken_over
 from fzero.engine.engine import Engine
-from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.model.checkpointing import Choice
 from fzero.model.trainability import listed
@@ -123,16 +124,26 @@ def initialize(
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
         state = step.init()
         engine: Engine
-        seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
-        if seen is not None and isinstance(optimizer, TorchOptimizer):
-            seen.stands_for(optimizer)
         given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
+        seen = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
         )
+    engine.client_optimizer = optimizer
     engine.lr_scheduler = _scheduler(cfg, seen, lr_scheduler, rates, momentum)
     _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _optimizer(
+    step: TrainStep, groups: Groups, given: Any, config: Mapping[str, Any], engine: Callable[[], Engine]
+) -> EngineOptimizer:
+    cfg, client = step.recipe.cfg, given if isinstance(given, TorchOptimizer) else None
+    kind = configured_class(config, offloads=cfg.zero_optimization.offload_optimizer is not None)
+    is_16_bit = cfg.fp16.enabled or cfg.bf16.enabled
+    return make_optimizer(
+        groups.seen, engine, stage=step.plan.row.number, is_16_bit=is_16_bit, kind=kind, client=client
+    )
 
 
 def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
