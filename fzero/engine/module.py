@@ -19,6 +19,7 @@ from fzero.engine.accessors import Accessors
 from fzero.engine.layouts import Layouts
 from fzero.engine.live_buffers import LiveBuffers
 from fzero.engine.live_grads import LiveGrads
+from fzero.engine.outside_grads import OutsideGrads
 from fzero.engine.param_views import ENGINES, LiveParams
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
@@ -57,10 +58,12 @@ class HoldsModule(Accessors):
     module: nn.Module
     live: LiveParams
     grads: LiveGrads
+    outside_grads: OutsideGrads
     live_buffers: LiveBuffers
     open_window: AccumulationWindow | None
     _run: Callable[..., Any]
     """The forward of `Engine`."""
+    _takes_outside: Callable[[str, Tensor | None], bool]
     layouts: Layouts
     _is_inside = is_gathered = _is_away = False
 
@@ -70,11 +73,13 @@ class HoldsModule(Accessors):
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live = LiveParams(module, self.train_step.plan, self.train_step.data_rank)
         self.grads = LiveGrads(self.live)
+        self.outside_grads = OutsideGrads(self.live, self._takes_outside)
         self.layouts = Layouts(self, held)
         self.live_buffers = LiveBuffers(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
         self.show_state()
+        self.outside_grads.watch()
         ENGINES.add(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -222,6 +227,7 @@ class HoldsModule(Accessors):
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         self.live.close()
+        self.outside_grads.close()
         self.__dict__.pop("state", None)
         self._is_away, self._monitors = True, []
 

@@ -155,6 +155,12 @@ class UnitScheduler:
         begun.add(key)
         return (Event("collect", key),)
 
+    def expect(self, units: Iterable[str]) -> None:
+        """The present backward also brings gradients of these units from outside of the forwards; `end_visit` ends each."""
+        for unit in units:
+            self._open_visits[unit] += 1
+            self._entered.add(unit)
+
     def end_visit(self, unit: str) -> tuple[Event, ...]:
         """All gradients of a unit in one forward are written. After the last it is reduced, as soon as the order allows."""
         self._open_visits[unit] -= 1
