@@ -396,6 +396,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             step = self.train_step
             self.open_window = window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
             window.work.forwards.still = still
+            step.runtime.learned.holds_still |= bool(still)
             self._direct.watch(window.work, ())
             self._show_buffers()
         return self.open_window
@@ -412,7 +413,9 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if self.open_window is None or self.open_window.work.status == "idle":
             if any(engine.is_collecting for engine in ENGINES if engine is not self):
                 return True
-            self._direct.begin(self._opened(self._still()).work)
+            with torch.enable_grad():  # autograd runs without
+                window = self._opened(self._still())
+            self._direct.begin(window.work)
         assert self.open_window is not None
         self.open_window.work.add_outside(name, grad)
         return True

@@ -66,7 +66,7 @@ class OutsideGrads:
 
     def are_in(self, loss: Tensor) -> bool:
         """Whether the graph of a loss uses any of the parameters."""
-        own, seen, nodes = {*self._nodes.values()}, set[Any](), [loss.grad_fn]
+        own, seen, nodes = {*self._nodes.values()}, set[Any](), [get_gradient_edge(loss).node]
         while nodes:
             node = nodes.pop()
             if node in own:

@@ -114,6 +114,7 @@ class UnitScheduler:
             visits: by unit, the number of forwards with gradients that visited it and that this backward ends. A unit that is
                 not listed is complete after its first `end_visit`.
         """
+        self.in_forward = False  # also where this rank has run no forward
         self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
         self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)

@@ -1,0 +1,355 @@
+"""Parts of the engine's module that a script calls by themselves, and weights that a loss uses, train as in the plain loop."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from engines import assert_close, settings
+from ranks import RankPool
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from training import adamw, make, part
+
+import fzero
+
+STEPS, WIDTH, SAMPLES = 3, 6, 12
+
+
+class Net(nn.Module):
+    """Two encoders of several units, a head beside the forward, tied weights, a frozen part and a 0-d parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)
+        )
+        self.text = nn.Sequential(nn.Linear(WIDTH, 8), nn.LayerNorm(8), nn.Linear(8, WIDTH))
+        self.aux, self.back = nn.Linear(WIDTH, 4), nn.Linear(4, WIDTH, bias=False)
+        self.back.weight = nn.Parameter(torch.empty(WIDTH, 4).normal_(generator=torch.Generator().manual_seed(0)))
+        self.twin = nn.Linear(WIDTH, 8)
+        self.twin.weight = self.text[0].weight
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(0.3))
+
+    def encode(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(self.frozen(x))
+        return x
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        y = x if y is None else y
+        return self.scale.exp() * self.encode(x) + self.text(y)
+
+    def everything(self, x: Tensor) -> Tensor:
+        return self.encode(x).square().mean() + self.back(self.aux(self.twin(x)[:, :WIDTH])).square().mean()
+
+
+def data(index: int) -> Tensor:
+    return torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(70 + index))
+
+
+Losses = Callable[[Any, Any, Tensor], Tensor]
+"""The loss of a batch: of what is called like the model (the engine), and of the module whose parts are called."""
+
+
+def _methods(model: Any, module: Any, x: Tensor) -> Tensor:
+    return (module.scale.exp() * module.encode(x) + module.text(x)).square().mean()
+
+
+def _submodules(model: Any, module: Any, x: Tensor) -> Tensor:
+    return module.back(module.aux(module.blocks[1](x))).square().mean() + module.twin(x).square().mean()
+
+
+def _head_beside(model: Any, module: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean() + module.aux(module.encode(x)).square().mean()
+
+
+def _part_before(model: Any, module: Any, x: Tensor) -> Tensor:
+    return model(module.back(module.aux(x)), x).square().mean()
+
+
+def _checkpointed(model: Any, module: Any, x: Tensor) -> Tensor:
+    return checkpoint(module.everything, x, use_reentrant=False) + model(x).square().mean()
+
+
+SUBMODULES = {f.__name__: f for f in (_methods, _submodules, _head_beside, _part_before, _checkpointed)}
+
+
+def _decay(model: Any, module: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean() + 0.1 * sum((p**2).sum() for p in module.parameters())
+
+
+def _decay_alone(model: Any, module: Any, x: Tensor) -> Tensor:
+    return 0.1 * sum((p**2).sum() for p in module.parameters() if p.requires_grad) * x.abs().mean()
+
+
+def _tied_by_hand(model: Any, module: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean() + nn.functional.linear(x, module.aux.weight).square().mean()
+
+
+def _penalty(model: Any, module: Any, x: Tensor) -> Tensor:
+    weight = module.text[0].weight
+    (grad,) = torch.autograd.grad(module.text(x).square().mean(), weight, create_graph=True)
+    return model(x).square().mean() + grad.square().sum()
+
+
+def _weight_itself(model: Any, module: Any, x: Tensor) -> Tensor:
+    return module.scale
+
+
+WEIGHTS = {f.__name__: f for f in (_decay, _decay_alone, _tied_by_hand, _penalty, _weight_itself)}
+LOSSES = SUBMODULES | WEIGHTS
+
+
+def plainly(losses: Losses, *, clip: float = 1.0, of: Callable[[int], list[Tensor]] | None = None) -> Any:
+    """The oracle: gradient norms and weights of one process; `of`: the parts of step i, whose losses' mean it takes."""
+    module = make(Net)
+    own = adamw([p for p in module.parameters() if p.requires_grad])
+    norms = []
+    for index in range(STEPS):
+        parts = [data(index)] if of is None else of(index)
+        for x in parts:
+            (losses(module, module, x) / len(parts)).backward()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        norms.append(float(nn.utils.clip_grad_norm_(trained, clip)))
+        own.step()
+        own.zero_grad()
+    return norms, module.state_dict()
+
+
+def made(stage: int, **keys: Any) -> fzero.Engine:
+    model = make(Net)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return fzero.initialize(model=model, model_parameters=trained, config=settings(stage, **keys))[0]
+
+
+def _trains(stage: int, loss: str, how: str) -> Any:
+    accumulates = how in ("accumulates", "no_sync")
+    keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2 if accumulates else 1}
+    engine = made(stage, **keys)
+    norms: list[float] = []
+    for index in range(STEPS):
+        own = part(data(index), engine.global_rank, engine.world_size)
+        for number, x in enumerate(own.chunk(2) if accumulates else [own]):
+            found = LOSSES[loss](engine, engine.module, x)
+            if how == "direct":
+                found.backward()
+            elif how == "no_sync" and number == 0:
+                with engine.no_sync():
+                    engine.backward(found)
+            else:
+                engine.backward(found)
+            engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+        assert all(p.grad is None for p in engine.module.parameters())
+    return norms, engine.module_state_dict()
+
+
+def _check(found: Any, expected: Any) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-4)
+    assert_close(found[1], expected[1])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("stage", range(3))
+def test_parts_and_weights_outside_the_forward_train_as_in_the_plain_loop(
+    ranks: RankPool, stage: int, loss: str
+) -> None:
+    for found in ranks(2, _trains, stage, loss, "engine"):
+        _check(found, _expected(loss, 2, "engine"))
+
+
+def _expected(loss: str, world_size: int, how: str) -> Any:
+    num = 2 if how in ("accumulates", "no_sync") else 1
+
+    def parts(index: int) -> list[Tensor]:
+        own = [part(data(index), rank, world_size) for rank in range(world_size)]
+        return [x for shard in own for x in shard.chunk(num)]
+
+    return plainly(LOSSES[loss], of=parts)
+
+
+@pytest.mark.parametrize("how", ["direct", "accumulates", "no_sync"])
+@pytest.mark.parametrize("stage", range(3))
+def test_they_do_however_the_backward_is_started_and_gradients_are_collected(
+    ranks: RankPool, stage: int, how: str
+) -> None:
+    if how == "no_sync" and stage == 2:
+        pytest.skip("stage 2 has no no_sync")
+    for loss in ("_methods", "_head_beside", "_decay"):
+        for found in ranks(2, _trains, stage, loss, how):
+            _check(found, _expected(loss, 2, how))
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 4])
+def test_they_do_on_any_number_of_ranks(ranks: RankPool, world_size: int) -> None:
+    for stage in range(3):
+        for loss in ("_head_beside", "_submodules"):
+            for found in ranks(world_size, _trains, stage, loss, "engine"):
+                _check(found, _expected(loss, world_size, "engine"))
+
+
+# --- ranks that differ, and steps that differ ---------------------------------------------------------------------------
+
+DRAWN: list[Losses] = [
+    lambda model, module, x: model(x).square().mean(),
+    lambda model, module, x: module.aux(x).square().mean(),
+    _head_beside,
+    lambda model, module, x: model(x).square().mean() + model(x + 1).square().mean(),
+    _methods,
+]
+"""Losses that a rank may have while another has another of them: of forwards only, of parts only, and of both."""
+
+
+def _drawn(index: int, rank: int) -> Losses:
+    return DRAWN[(2 * index + 3 * rank + index // 2) % len(DRAWN)]
+
+
+def _trains_apart(stage: int) -> Any:
+    engine = made(stage)
+    for index in range(6):
+        x = part(data(index), engine.global_rank, engine.world_size)
+        engine.backward(_drawn(index, engine.global_rank)(engine, engine.module, x))
+        engine.step()
+    return engine.module_state_dict()
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_each_rank_and_each_step_may_use_other_parts(ranks: RankPool, stage: int) -> None:
+    module = make(Net)
+    own = adamw([p for p in module.parameters() if p.requires_grad])
+    for index in range(6):
+        for rank in range(3):
+            (_drawn(index, rank)(module, module, part(data(index), rank, 3)) / 3).backward()
+        trained = [p for p in module.parameters() if p.requires_grad]
+        for p in trained:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        own.step()
+        own.zero_grad()
+    for found in ranks(3, _trains_apart, stage):
+        assert_close(found, module.state_dict())
+
+
+# --- precision, flags, and what stays as it is --------------------------------------------------------------------------
+
+
+def _scales(stage: int, how: str) -> list[float]:
+    fp16 = {"enabled": True, "initial_scale_power": 8}
+    engine = made(stage, **({"bf16": {"enabled": True}} if how == "bf16" else {"fp16": fp16}))
+    dtype = torch.bfloat16 if how == "bf16" else torch.float16
+    norms = []
+    for index in range(STEPS):
+        x = part(data(index), engine.global_rank, engine.world_size).to(dtype)
+        loss = _methods(engine, engine.module, x).float()
+        if how == "fp16 direct":
+            engine.scale(loss).backward()
+        else:
+            engine.backward(loss)
+        engine.step()
+        norms.append(engine.get_global_grad_norm() or 0.0)
+    return norms
+
+
+@pytest.mark.parametrize("how", ["bf16", "fp16", "fp16 direct"])
+@pytest.mark.parametrize("stage", range(3))
+def test_their_gradients_have_the_loss_scale_of_all_others(ranks: RankPool, stage: int, how: str) -> None:
+    expected, _ = _expected("_methods", 2, "engine")
+    for norms in ranks(2, _scales, stage, how):
+        assert norms == pytest.approx(expected, rel=0.03)
+
+
+def _without_grad(stage: int) -> Any:
+    engine = made(stage)
+    x = part(data(0), engine.global_rank, engine.world_size)
+    with torch.no_grad():
+        engine.module.encode(x)
+    loss = engine(x).square().mean()
+    grads = torch.autograd.grad(engine.module.aux(x).sum(), list(engine.module.aux.parameters()))  # nobody's gradients
+    engine.backward(loss)
+    engine.step()
+    return [g.sum().item() for g in grads], engine.get_global_grad_norm(), engine.module_state_dict()
+
+
+def test_parts_without_gradients_and_gradients_by_weights_change_nothing(ranks: RankPool) -> None:
+    for stage in range(3):
+        for grads, norm, weights in ranks(2, _without_grad, stage):
+            module = make(Net)
+            assert all(grads)
+            own = adamw([p for p in module.parameters() if p.requires_grad])
+            module(data(0)).square().mean().backward()
+            trained = [p for p in module.parameters() if p.requires_grad]
+            for p in trained:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            assert norm == pytest.approx(float(nn.utils.clip_grad_norm_(trained, 1.0)), rel=1e-4)
+            own.step()
+            assert_close(weights, module.state_dict())
+
+
+def test_gradients_of_a_dropped_backward_do_not_count() -> None:
+    for stage in range(3):
+        engine, other = made(stage), made(stage)
+        x = data(0)
+        engine.backward(engine.module.encode(x).sum())
+        engine.zero_grad()
+        for one in (engine, other):
+            one.backward(_head_beside(one, one.module, x))
+            one.step()
+        assert_close(engine.module_state_dict(), other.module_state_dict(), tolerance=0)
+
+
+def test_stage_0_shows_them_in_grad() -> None:
+    engine, module = made(0, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=1), make(Net)
+    for index in range(2):
+        engine.backward(_methods(engine, engine.module, data(index)))
+        (_methods(module, module, data(index)) / 2).backward()
+        for own, plain in zip(engine.module.parameters(), module.parameters(), strict=True):
+            if plain.grad is not None:
+                torch.testing.assert_close(own.grad, plain.grad)
+        engine.step()
+
+
+def test_a_backward_that_uses_nothing_of_the_module_is_refused_before_anything_is_sent() -> None:
+    engine = made(1)
+    for call in (engine.backward, engine.scale):
+        with pytest.raises(
+            RuntimeError, match="must follow a forward since the last update, or be given a loss that uses"
+        ):
+            call(torch.ones((), requires_grad=True) * 2)
+    engine.backward(engine.module.aux(data(0)).sum())
+    engine.step()
+    assert engine.global_steps == 1
+
+
+def test_another_engines_backward_drops_them_as_it_drops_those_of_forwards() -> None:
+    one, two = made(1), made(1)
+    before = two.module_state_dict()
+    x = data(0)
+    one.backward(two.module.encode(one(x)).square().mean())
+    one.step()
+    with pytest.raises(RuntimeError, match="must follow a backward"):
+        two.step()
+    assert_close(two.module_state_dict(), before, tolerance=0)
+    one.backward(one(x).square().mean())
+    two.backward(two(x).square().mean())
+
+
+def test_a_destroyed_engine_gives_the_module_its_gradients_back_and_is_freed() -> None:
+    engine = made(2)
+    module, x = engine.module, data(0)
+    engine.backward(module.encode(x).sum())
+    engine.step()
+    engine.destroy()
+    found = weakref.ref(engine.outside_grads)
+    module.aux(x).sum().backward()
+    assert module.aux.weight.grad is not None
+    del engine
+    gc.collect()
+    assert found() is None
