@@ -40,11 +40,14 @@ from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.model.errors import not_trained
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
+from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.phases import going_back, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
 
 T = TypeVar("T")
+RUNS = {True: "train", False: "eval"}
+"""The names of the orders of collectives of a forward of the whole module, by its training mode."""
 
 
 class CallError(RuntimeError, AssertionError):
@@ -99,7 +102,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
-        self._lacks_loss = self._has_warned = False
+        self._lacks_loss = self._has_warned = self._runs_parts = False
         self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
         self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
@@ -351,13 +354,31 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         finally:
             self._is_syncing = True
 
-    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """Runs a forward of the module, through its own `__call__` or inside it."""
+    def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Runs a submodule that the script calls by itself, on its inputs as they are."""
+        self._runs_parts = True
+        return self._run(function, inputs, kwargs, part=name)
+
+    @property
+    def repeated(self) -> ForwardBackward | None:
+        """In a backward, while a checkpoint of the script runs such a submodule again: what it runs for. Else None."""
+        if not self._runs_parts or self._is_inside or self.open_window is None:
+            return None
+        work = self.open_window.work
+        return work if work.status == "running" and work.forwards.of_node.run not in RUNS.values() else None
+
+    def _run(
+        self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any], *, part: str | None = None
+    ) -> T:
+        """Runs a forward of the module, through its own `__call__` or inside it; or of a submodule, a `part`."""
         self._direct.settle()
         self.live.check_modules()
-        step, run = self.active_step(), "train" if self.module.training else "eval"
+        step, run = self.active_step(), RUNS[self.module.training]
         dtype = step.runtime.autocast
-        inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
+        if part is None:
+            inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
+        else:
+            dtype, run = None, f"{run} {part!r}"
 
         def call() -> T:
             self._is_inside = True
@@ -370,7 +391,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
 
         is_func = torch._C._are_functorch_transforms_active()
         trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
-        if step.runtime.observer and trains:
+        if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:

@@ -140,7 +140,7 @@ class ForwardBackward:
             self._events.ask("begin_forward", self.forwards.begin(run, still))
             self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
             try:
-                with _saving(self) if saves and not self.gathers_nothing else nullcontext():
+                with saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
             except RuntimeError as error:
                 self.given.name(error)
@@ -392,7 +392,7 @@ def _unit_of(plan: Plan, name: str) -> UnitPlan:
     return plan.homes[name][0]
 
 
-def _saving(work: ForwardBackward) -> AbstractContextManager[object]:
+def saving(work: ForwardBackward) -> AbstractContextManager[object]:
     """Inside, views of gathered buffers are saved as `SavedView`s."""
     pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
     return saved_tensors_hooks(partial(pack, work.gathers), partial(unpack, work))  # type: ignore[return-value]

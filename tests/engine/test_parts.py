@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -77,7 +78,7 @@ def _checkpointed(model: Any, module: Any, x: Tensor) -> Tensor:
     return checkpoint(module.everything, x, use_reentrant=False) + model(x).square().mean()
 
 
-SUBMODULES = {f.__name__: f for f in (_methods, _submodules, _head_beside, _part_before, _checkpointed)}
+SUBMODULES: dict[str, Losses] = {f.__name__: f for f in (_submodules, _head_beside, _part_before, _checkpointed)}
 
 
 def _decay(model: Any, module: Any, x: Tensor) -> Tensor:
@@ -102,7 +103,9 @@ def _weight_itself(model: Any, module: Any, x: Tensor) -> Tensor:
     return module.scale
 
 
-WEIGHTS = {f.__name__: f for f in (_decay, _decay_alone, _tied_by_hand, _penalty, _weight_itself)}
+WEIGHTS: dict[str, Losses] = {
+    f.__name__: f for f in (_methods, _decay, _decay_alone, _tied_by_hand, _penalty, _weight_itself)
+}
 LOSSES = SUBMODULES | WEIGHTS
 
 
@@ -124,13 +127,16 @@ def plainly(losses: Losses, *, clip: float = 1.0, of: Callable[[int], list[Tenso
     return norms, module.state_dict()
 
 
-def made(stage: int, **keys: Any) -> fzero.Engine:
+def made(stage: float, **keys: Any) -> fzero.Engine:
+    """An engine; in "stage 3.5" it is 3, and small parameters stay whole."""
     model = make(Net)
     trained = [p for p in model.parameters() if p.requires_grad]
-    return fzero.initialize(model=model, model_parameters=trained, config=settings(stage, **keys))[0]
+    cfg = settings(int(stage), **keys)
+    cfg["zero_optimization"]["stage3_param_persistence_threshold"] = 20 if stage == 3.5 else 0
+    return fzero.initialize(model=model, model_parameters=trained, config=cfg)[0]
 
 
-def _trains(stage: int, loss: str, how: str) -> Any:
+def _trains(stage: float, loss: str, how: str) -> Any:
     accumulates = how in ("accumulates", "no_sync")
     keys: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2 if accumulates else 1}
     engine = made(stage, **keys)
@@ -157,10 +163,13 @@ def _check(found: Any, expected: Any) -> None:
     assert_close(found[1], expected[1])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("stage", range(3))
+PAIRS = [*itertools.product((0, 1, 2), LOSSES), *itertools.product((3, 3.5), SUBMODULES), (3.5, "_methods")]
+"""Stages and the losses that they train: in stage 3 a weight that is divided has no values outside of a forward."""
+
+
+@pytest.mark.parametrize(("stage", "loss"), PAIRS)
 def test_parts_and_weights_outside_the_forward_train_as_in_the_plain_loop(
-    ranks: RankPool, stage: int, loss: str
+    ranks: RankPool, stage: float, loss: str
 ) -> None:
     for found in ranks(2, _trains, stage, loss, "engine"):
         _check(found, _expected(loss, 2, "engine"))
@@ -176,21 +185,20 @@ def _expected(loss: str, world_size: int, how: str) -> Any:
     return plainly(LOSSES[loss], of=parts)
 
 
-@pytest.mark.parametrize("how", ["direct", "accumulates", "no_sync"])
-@pytest.mark.parametrize("stage", range(3))
+@pytest.mark.parametrize(
+    ("stage", "how"), [*itertools.product((0, 1, 2, 3, 3.5), ("direct", "accumulates")), (0, "no_sync"), (1, "no_sync")]
+)
 def test_they_do_however_the_backward_is_started_and_gradients_are_collected(
-    ranks: RankPool, stage: int, how: str
+    ranks: RankPool, stage: float, how: str
 ) -> None:
-    if how == "no_sync" and stage == 2:
-        pytest.skip("stage 2 has no no_sync")
-    for loss in ("_methods", "_head_beside", "_decay"):
+    for loss in ("_submodules", "_head_beside") if stage >= 3 else ("_methods", "_head_beside", "_decay"):
         for found in ranks(2, _trains, stage, loss, how):
             _check(found, _expected(loss, 2, how))
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_they_do_on_any_number_of_ranks(ranks: RankPool, world_size: int) -> None:
-    for stage in range(3):
+    for stage in (0, 1, 2, 3, 3.5):
         for loss in ("_head_beside", "_submodules"):
             for found in ranks(world_size, _trains, stage, loss, "engine"):
                 _check(found, _expected(loss, world_size, "engine"))
@@ -212,7 +220,7 @@ def _drawn(index: int, rank: int) -> Losses:
     return DRAWN[(2 * index + 3 * rank + index // 2) % len(DRAWN)]
 
 
-def _trains_apart(stage: int) -> Any:
+def _trains_apart(stage: float) -> Any:
     engine = made(stage)
     for index in range(6):
         x = part(data(index), engine.global_rank, engine.world_size)
@@ -241,7 +249,7 @@ def test_each_rank_and_each_step_may_use_other_parts(ranks: RankPool, stage: int
 # --- precision, flags, and what stays as it is --------------------------------------------------------------------------
 
 
-def _scales(stage: int, how: str) -> list[float]:
+def _scales(stage: float, how: str) -> list[float]:
     fp16 = {"enabled": True, "initial_scale_power": 8}
     engine = made(stage, **({"bf16": {"enabled": True}} if how == "bf16" else {"fp16": fp16}))
     dtype = torch.bfloat16 if how == "bf16" else torch.float16
@@ -266,7 +274,7 @@ def test_their_gradients_have_the_loss_scale_of_all_others(ranks: RankPool, stag
         assert norms == pytest.approx(expected, rel=0.03)
 
 
-def _without_grad(stage: int) -> Any:
+def _without_grad(stage: float) -> Any:
     engine = made(stage)
     x = part(data(0), engine.global_rank, engine.world_size)
     with torch.no_grad():
