@@ -152,7 +152,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             visits = visits_of(scaled, window.work)
             with (
                 self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing),
-                self.outside_grads.expected(scaled, window.work.expect),
+                self.outside_grads.expected(window.work, scaled),
             ):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach() / parts
@@ -427,8 +427,16 @@ class Engine(KeepsFiles, HasTools, nn.Module):
 
         A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
         """
-        if self.optimizer is None or self.is_gathered:
-            if name in self.grads.given:
+        runtime = self.train_step.runtime
+        if (
+            self.optimizer is None
+            or self.is_gathered
+            or runtime.stages is not None
+            or runtime.recipe.compress is not None
+        ):
+            if (
+                name in self.grads.given or runtime.recipe.compress is not None
+            ):  # the forward computes with other values
                 raise not_trained(name)
             return False
         if self.open_window is None or self.open_window.work.status == "idle":
@@ -438,7 +446,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 window = self._opened(self._still())
             self._direct.begin(window.work)
         assert self.open_window is not None
-        self.open_window.work.add_outside(name, grad)
+        self.outside_grads.add(self.open_window.work, name, grad)
         return True
 
     @property
@@ -450,8 +458,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def _collects_directly(self, visits: Visits, loss: Tensor | None, *, keeps: bool) -> Iterator[None]:
         """`_collects` for a backward that the script has started."""
         with self._collects(visits, loss, keeps=keeps):
-            if self.open_window is not None and (names := self.outside_grads.running()):
-                self.open_window.work.expect(names)
+            assert self.open_window is not None
+            self.outside_grads.expect(self.open_window.work)
             yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:

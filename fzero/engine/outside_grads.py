@@ -2,12 +2,13 @@
 
 A script may call a part of the module by itself (`engine.module.encode_image(x)`, a submodule), and a loss may use weights (a
 penalty, weights tied by hand). Outside of a forward the parameters that a rank holds in full are views of the state and leaves of
-autograd. A hook of the node that would add a gradient to `.grad` gives it to the backward of the engine instead, which counts
-such a use as another visit of the parameter's unit: its gradients are complete when the last of these nodes has run.
+autograd. A hook of the node that would add a gradient to `.grad` gives it to the backward of the engine instead, for which
+such uses are one more visit of a unit: it ends when the last of the unit's nodes has run.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import compress
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.engine.param_views import LiveParams, PartitionedParameter
+from fzero.runtime.eager import ForwardBackward
 
 Takes = Callable[[str, Tensor | None], bool]
 """Takes the gradient of a parameter, by its name; returns whether `.grad` must not get it."""
@@ -36,6 +38,7 @@ class OutsideGrads:
         self._live, self._takes = live, WeakMethod(takes)
         self._nodes: dict[str, Any] = {}
         self._hooks: dict[str, Any] = {}
+        self._missing = Counter[str]()  # by unit, the gradients that the present backward will bring
 
     def watch(self) -> None:
         """Watches all parameters that this rank holds in full and that require gradients."""
@@ -45,28 +48,34 @@ class OutsideGrads:
                 if self._nodes.get(name) is not node:
                     self._nodes[name], self._hooks[name] = node, node.register_prehook(self._hook(name))
 
-    def running(self) -> list[str]:
-        """The parameters of which autograd's present backward will bring gradients."""
-        return list(compress(self._nodes, map(torch._C._will_engine_execute_node, self._nodes.values())))
+    def expect(self, work: ForwardBackward) -> None:
+        """Called in autograd's backward before its first gradient: finds what it will bring, before any unit is reduced."""
+        running = map(torch._C._will_engine_execute_node, self._nodes.values())
+        self._missing = Counter(work.plan.homes[name][0].name for name in compress(self._nodes, running))
+        if self._missing:
+            work.expect(sorted(self._missing))
 
     @contextmanager
-    def expected(self, loss: Tensor, expect: Callable[[list[str]], object]) -> Iterator[None]:
-        """Inside, a backward of a loss first calls `expect` with these parameters, if there are any."""
-
-        def begin(grads: Any) -> None:
-            if names := self.running():
-                expect(names)
-
-        assert loss.grad_fn is not None
-        hook = loss.grad_fn.register_prehook(begin)
+    def expected(self, work: ForwardBackward, loss: Tensor) -> Iterator[None]:
+        """Inside, a backward of a loss begins with `expect`."""
+        node: Any = loss.grad_fn
+        hook = node.register_prehook(lambda grads: self.expect(work))
         try:
             yield
         finally:
             hook.remove()
 
+    def add(self, work: ForwardBackward, name: str, grad: Tensor | None) -> None:
+        """Gives a gradient to the present backward."""
+        unit = work.plan.homes[name][0].name
+        work.add_grads(unit, (name,), (grad,))
+        self._missing[unit] -= 1
+        if self._missing[unit] == 0:
+            work.end_visit(unit, (), ())
+
     def are_in(self, loss: Tensor) -> bool:
         """Whether the graph of a loss uses any of the parameters."""
-        own, seen, nodes = {*self._nodes.values()}, set[Any](), [get_gradient_edge(loss).node]
+        own, seen, nodes = {*self._nodes.values()}, set[Any](), list[Any]([get_gradient_edge(loss).node])
         while nodes:
             node = nodes.pop()
             if node in own:

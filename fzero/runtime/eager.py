@@ -17,7 +17,6 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,7 +33,7 @@ from fzero.comms.mesh import RankMesh, States
 from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.model.binding import beneath_model, beneath_modes
-from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late, not_trained
+from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
 from fzero.model.fetched_parameters import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Run
@@ -112,9 +111,6 @@ class ForwardBackward:
         self._num_modes, self.runs_again = 0, False  # the dispatch modes that the caller has active around a half
         self._present: Visit | None = None  # of the unit that the model visits now
         self._loss_stats: Pending | None = None
-        self._outside = Counter[
-            str
-        ]()  # by unit, gradients that the present backward will bring from outside of the forwards
         self._range = OpenRange()  # in a trace, that of the unit being visited
 
     # --- the two halves ----------------------------------------------------------------------------------------
@@ -187,7 +183,6 @@ class ForwardBackward:
             if not self.reductions.only_adds:
                 self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
-            self._outside.clear()
             label = Label("loss_stats", phase="boundary")
             self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
             if check is not None:
@@ -359,25 +354,10 @@ class ForwardBackward:
                 self.reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
-    def expect(self, names: Iterable[str]) -> None:
-        """In a backward: its graph uses the module's own tensors of these parameters, outside of the forwards.
-
-        Their unit is complete when `add_outside` has been called for each.
-        """
-        for name in names:
-            if name in self._seen.is_on:
-                raise not_trained(name)
-            self._outside[_unit_of(self.plan, name).name] += 1
+    def expect(self, units: Iterable[str]) -> None:
+        """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
         if not self.reductions.only_adds:
-            self._events.ask("expect", tuple(sorted(self._outside)))
-
-    def add_outside(self, name: str, grad: Tensor | None) -> None:
-        """Takes the gradient of a module's own tensor from autograd."""
-        unit = _unit_of(self.plan, name).name
-        self.add_grads(unit, (name,), (grad,))
-        self._outside[unit] -= 1
-        if self._outside[unit] == 0:
-            self.end_visit(unit, (), ())
+            self._events.ask("expect", tuple(units))
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
