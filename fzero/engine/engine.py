@@ -60,7 +60,7 @@ class LossError(ValueError, AssertionError):
 
 NO_FORWARD = (
     "must follow a forward since the last update, or be given a loss that uses the module's own parameters; call engine(...) "
-    "first, and compute the loss from its outputs"
+    "first, and compute the loss from its outputs (a checkpoint of a part hides its parameters, unless use_reentrant=False)"
 )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fzero.engine.param_views import LiveParams, PartitionedParameter
-from fzero.runtime.eager import ForwardBackward
+from fzero.runtime.eager import ForwardBackward, expect
 
 Takes = Callable[[str, Tensor | None], bool]
 """Takes the gradient of a parameter, by its name; returns whether `.grad` must not get it."""
@@ -53,7 +53,7 @@ class OutsideGrads:
         running = map(torch._C._will_engine_execute_node, self._nodes.values())
         self._missing = Counter(work.plan.homes[name][0].name for name in compress(self._nodes, running))
         if self._missing:
-            work.expect(sorted(self._missing))
+            expect(work, sorted(self._missing))
 
     @contextmanager
     def expected(self, work: ForwardBackward, loss: Tensor) -> Iterator[None]:

@@ -354,11 +354,6 @@ class ForwardBackward:
                 self.reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
-    def expect(self, units: Iterable[str]) -> None:
-        """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
-        if not self.reductions.only_adds:
-            self._events.ask("expect", tuple(units))
-
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
         self.add_grads(unit, names, grads)
@@ -386,3 +381,9 @@ def recomputing(work: ForwardBackward) -> Iterator[None]:
         yield
     finally:
         work.runs_again = before
+
+
+def expect(work: ForwardBackward, units: Iterable[str]) -> None:
+    """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
+    if not work.reductions.only_adds:
+        work._events.ask("expect", tuple(units))
