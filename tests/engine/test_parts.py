@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import weakref
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from training import adamw, make, part
 
 import fzero
+import fzero.deepspeed as deepspeed
 
 STEPS, WIDTH, SAMPLES = 3, 6, 12
 
@@ -361,3 +363,147 @@ def test_a_destroyed_engine_gives_the_module_its_gradients_back_and_is_freed() -
     del engine
     gc.collect()
     assert found() is None
+
+
+# --- what is around a part ----------------------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """A recurrent layer, blocks that its forward may checkpoint, and a head."""
+
+    reentrant: bool | None = None
+    """How the forward checkpoints its blocks; None does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.rnn(x[None])[0][0]
+        for block in self.blocks:
+            x = block(x) if self.reentrant is None else checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+    def aside(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).square().mean()
+
+    def fixed(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return self.head(self.blocks[0](x))
+
+
+def _beside(model: Any, module: Any, x: Tensor) -> Tensor:
+    return model(x).square().mean() + module.aside(x)
+
+
+def _again(model: Any, module: Any, x: Tensor) -> Tensor:
+    part_ = checkpoint(module.blocks[1], x.clone().requires_grad_(), use_reentrant=True)
+    return model(x).square().mean() + part_.square().mean()
+
+
+def _is_checkpointed(module: Any, index: int, *, reentrant: bool) -> None:
+    module.reentrant = reentrant
+
+
+def _freezes(module: Any, index: int) -> None:
+    module.head.requires_grad_(index != 1)
+
+
+AROUND: dict[str, tuple[Losses, Callable[[Any, int], None]]] = {
+    "a recurrent part": (lambda model, module, x: module.rnn(x[None])[0].square().mean(), lambda module, index: None),
+    "a target without gradients": (
+        lambda model, module, x: (model(x) - module.fixed(x)).square().mean(),
+        lambda module, index: None,
+    ),
+    "parts of outputs": (
+        lambda model, module, x: module.head(module.blocks[0](model(x))).square().mean(),
+        lambda module, index: None,
+    ),
+    "one part many times": (
+        lambda model, module, x: sum(module.blocks[i % 3](x).square().mean() for i in range(7)),
+        lambda module, index: None,
+    ),
+    "checkpoints in the forward": (_beside, functools.partial(_is_checkpointed, reentrant=False)),
+    "reentrant ones": (
+        lambda model, module, x: _beside(model, module, x.clone().requires_grad_()),
+        functools.partial(_is_checkpointed, reentrant=True),
+    ),
+    "a reentrant checkpoint around a part": (_again, lambda module, index: None),
+    "a part that is frozen for a step": (_beside, _freezes),
+    "only parts, frozen for a step": (lambda model, module, x: module.aside(x), _freezes),
+}
+
+
+def _trains_around(stage: int) -> dict[str, float]:
+    """By case, how far the weights are from the plain loop's."""
+    apart = {}
+    for name, (loss_of, prepare) in AROUND.items():
+        plain = make(Chain)
+        own = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+        cfg = settings(stage, gradient_clipping=0.0)
+        cfg["optimizer"]["params"]["weight_decay"] = 0.0  # what a loss does not use, stays as it is
+        engine = fzero.initialize(model=make(Chain), config=cfg)[0]
+        for index in range(STEPS):
+            prepare(engine.module, index)
+            prepare(plain, index)
+            shards = [part(data(index), rank, engine.world_size) for rank in range(engine.world_size)]
+            engine.backward(loss_of(engine, engine.module, shards[engine.global_rank]))
+            engine.step()
+            own.zero_grad()
+            for x in shards:
+                (loss_of(plain, plain, x) / engine.world_size).backward()
+            own.step()
+        expected = plain.state_dict()
+        apart[name] = max((x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items())
+    return apart
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_parts_train_beside_checkpoints_and_frozen_parts_too(ranks: RankPool, stage: int) -> None:
+    for apart in ranks(2, _trains_around, stage):
+        assert apart.keys() == AROUND.keys() and max(apart.values()) < 1e-6, apart
+
+
+def _evaluates() -> tuple[float, float, bool, str]:
+    """In stage 3: a part without gradients, its hook, what a destroyed engine leaves, and a compiled engine's error."""
+    engine, plain, x = made(3), make(Net), data(0)
+    seen: list[Tensor] = []
+    hook = engine.module.text.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    with torch.no_grad():
+        apart = float((engine.module.encode(x) - plain.encode(x)).abs().max())
+        apart = max(apart, float((engine.module.text(x) - plain.text(x)).abs().max()))
+    hook.remove()
+    with engine.gathered():
+        within = float((engine.module.text(x) - seen[0]).abs().max())
+    engine.destroy()
+    is_left = any("forward" in module.__dict__ for module in engine.module.modules())
+    compiled = made(3)
+    compiled.compile(backend="aot_eager")
+    with pytest.raises(RuntimeError) as caught:
+        compiled.module.text(x)
+    return apart, within, is_left, str(caught.value)
+
+
+def test_in_stage_3_a_part_has_its_values_without_gradients_and_a_destroyed_engine_leaves_nothing(
+    ranks: RankPool,
+) -> None:
+    for apart, within, is_left, error in ranks(2, _evaluates):
+        assert max(apart, within) < 1e-6 and not is_left and "is sharded over the ranks" in error
+
+
+def _loses() -> str:
+    engine, x = made(3), data(0)
+    with (
+        pytest.raises(ValueError) as caught,
+        deepspeed.zero.GatheredParameters(list(engine.module.parameters())),
+    ):
+        engine.module.text(x).sum().backward()
+    return str(caught.value)
+
+
+def test_a_gradient_that_leaving_gathered_parameters_would_lose_is_an_error(ranks: RankPool) -> None:
+    for error in ranks(2, _loses):
+        assert "must be used inside the forward" in error
