@@ -67,6 +67,7 @@ class Layouts:
             self._unmixed = flags
         self._seen, self._still = flags, still
         engine.live.follow_flags()
+        engine.outside_grads.watch()
         return still
 
     def divide(self, starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:

@@ -9,12 +9,9 @@ torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-from weakref import ref
+from collections.abc import Iterator
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from fzero.engine.param_views import LiveParams
 from fzero.engine.replica_edits import ReplicaEdits
@@ -35,7 +32,6 @@ class LiveGrads:
         self._live = live
         self.given: dict[str, Tensor] = {}
         self.edits = ReplicaEdits()
-        self._watched: dict[str, Any] = {}
         self._versions: dict[str, int] = {}  # by name, where ranks hold copies
 
     def show(self, step: TrainStep, window: AccumulationWindow, *, are_reduced: bool) -> None:
@@ -52,24 +48,10 @@ class LiveGrads:
             if param.requires_grad and name not in still:
                 if param.grad is not None:  # of a loss outside the forward
                     raise not_trained(name)
-                if name not in self._watched:
-                    self._watched[name] = node = get_gradient_edge(param).node
-                    node.register_prehook(self._refusing(name))
                 param.grad_dtype = view.dtype
                 param.grad = self.given[name] = view
                 if are_reduced and step.world_size > 1:
                     self._versions[name] = view._version
-
-    def _refusing(self, name: str) -> Callable[[Any], None]:
-        """A hook of what adds a gradient to a parameter: that of a loss outside the forward, which no other rank adds."""
-        own = ref(self)  # autograd's node keeps the hook, and Python's collector does not see it there
-
-        def refuse(grads: Any) -> None:
-            grads_of = own()
-            if grads_of is not None and name in grads_of.given:
-                raise not_trained(name)
-
-        return refuse
 
     @property
     def are_dropped(self) -> bool:

@@ -60,8 +60,8 @@ Run = tuple[str | int | frozenset[str], ...]
 """The key of an order: runs with the same key have the same order of collectives.
 
 A forward: `("forward", "train")`. The key of a backward holds the number of backwards since the last forward, and each forward
-that it belongs to, by name and by distance from the last forward. If a forward excludes trained parameters from its gradients
-(`still`), it also holds their names."""
+that it belongs to, by name and by distance from the last forward; where nothing is gathered neither, because ranks may go back
+through different forwards. If a forward excludes trained parameters from its gradients (`still`), it also holds their names."""
 
 MOST_TRIES = 16
 """The number of steps in which the order of a run may lack members of a list of blocks. Then it is learned, or given up."""

@@ -114,6 +114,7 @@ class UnitScheduler:
             visits: by unit, the number of forwards with gradients that visited it and that this backward ends. A unit that is
                 not listed is complete after its first `end_visit`.
         """
+        self.in_forward = False  # also where this rank has run no forward
         self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
         self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)
@@ -154,6 +155,12 @@ class UnitScheduler:
             return ()
         begun.add(key)
         return (Event("collect", key),)
+
+    def expect(self, units: Iterable[str]) -> None:
+        """The present backward also brings gradients of these units from outside of the forwards; `end_visit` ends each."""
+        for unit in units:
+            self._open_visits[unit] += 1
+            self._entered.add(unit)
 
     def end_visit(self, unit: str) -> tuple[Event, ...]:
         """All gradients of a unit in one forward are written. After the last it is reduced, as soon as the order allows."""

@@ -128,8 +128,11 @@ class Learned:
     @property
     def schedule(self) -> tuple[Event, ...] | None:
         """The events of a micro-step in order, once it is learned."""
-        runs: list[Run] = [("forward", "train"), ("backward", 0, "train", 0)]
-        halves = [self.orders.learned.get(run) for run in runs] if self.orders else [None]
+        if self.orders is None:
+            return None
+        runs: list[list[Run]] = [[("forward", "train")], [("backward",), ("backward", 0, "train", 0)]]
+        known = self.orders.learned
+        halves = [next((known[run] for run in kinds if run in known), None) for kinds in runs]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     @contextmanager

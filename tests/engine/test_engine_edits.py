@@ -289,11 +289,15 @@ def test_a_gradient_in_16_bits_is_the_state_s() -> None:
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
-def test_a_loss_outside_the_forward_is_refused_while_gradients_are_shown() -> None:
+def test_a_loss_outside_the_forward_adds_to_the_gradients_that_are_shown() -> None:
     engine, _ = _made(0, "AdamW")
+    weight = engine.module.head.weight
     engine.backward(engine(*batch(0, 0)))
-    with pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"):
-        engine.module.head.weight.square().sum().backward()
+    before = weight.grad.clone()
+    weight.square().sum().backward()
+    torch.testing.assert_close(weight.grad, before + 2 * weight.detach())
+    with engine.gathered(), pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"):
+        weight.square().sum().backward()  # of copies
 
 
 def test_the_state_has_the_form_of_torch_optim() -> None:

@@ -119,6 +119,23 @@ class Rank:
             self.record.append(Event("grad", unit))
             yield from self.request(scheduler.end_visit(unit))
 
+    def beside(self, order: Sequence[Event] | None, visits: Visits, outside: tuple[Visits, Visits]) -> Iterator[None]:
+        """A forward, or none, and a backward with gradients from outside of it, before and after those of the visits."""
+        if visits:
+            yield from self.forward((BOUNDARY,), visits)
+        scheduler, trained = self.scheduler, [name for name, unit in self.rules.units.items() if unit.grads]
+        early, late = ([unit for unit in units if unit in trained] for units in outside)
+        scheduler.begin(order)
+        scheduler.begin_backward(is_last=True, visits=Counter(visits))
+        scheduler.expect([*early, *late])
+        for unit in (*early, *(unit for unit in reversed(visits) if unit in trained), *late):
+            for grad in self.rules.units[unit].grads:
+                yield from self.request(scheduler.collect(unit, grad.key))
+            self.record.append(Event("grad", unit))
+            yield from self.request(scheduler.end_visit(unit))
+        yield from self.request(scheduler.end_backward())
+        self.record += scheduler.finish()
+
 
 def run_together(ranks: Sequence[Rank], programs: Sequence[Iterator[None]], orders: Orders, run: Run) -> None:
     """Runs all ranks until the run ends; agrees on an event whenever all of them have a wish."""
@@ -256,6 +273,29 @@ def test_the_checker_accepts_what_ranks_do_that_all_depart_from_a_learned_order(
         found = Counter(event for event in records[0] if event.kind in ("boundary", "reduce"))
         trained = [name for name, unit in rules.units.items() if unit.grads]
         assert found == Counter([BOUNDARY, *(Event("reduce", name) for name in trained)]), "each comes once"
+
+
+@given(st.data(), devices)
+def test_the_checker_accepts_gradients_from_outside_of_the_forwards_that_differ_by_rank(
+    data: st.DataObject, device: str
+) -> None:
+    drawn = data.draw(unit_rules())
+    rules = replace(drawn, units={name: replace(unit, gathered_numel=0) for name, unit in drawn.units.items()})
+    some, order = st.lists(st.sampled_from(sorted(rules.units)), max_size=4, unique=True), None
+    for _ in range(3):
+        ranks = [
+            Rank(rules, UnitScheduler(rules, device=device, is_alone=rules.world_size == 1), [])
+            for _ in range(rules.world_size)
+        ]
+        programs = [rank.beside(order, data.draw(some), (data.draw(some), data.draw(some))) for rank in ranks]
+        run_together(ranks, programs, Orders(), ("backward",))
+        check_schedules([[event for event in rank.record if event != BOUNDARY] for rank in ranks], rules)
+        for rank in ranks:
+            found = Counter(event.unit for event in rank.record if event.kind == "reduce")
+            assert found.keys() == {name for name, unit in rules.units.items() if unit.grads}
+            followed = Counter(event.unit for event in order if event.kind == "reduce") if order else found
+            assert found == followed, "a learned order holds, whichever units the ranks use"
+        order = order or ranks[0].scheduler.recorded(("backward",), differ=False)[0]
 
 
 BETWEEN = UnitRules(
