@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.data.loader import CurriculumLoader
+from fzero.engine.call_errors import NO_FORWARD, CallError, check_loss
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
@@ -51,20 +52,6 @@ from fzero.storage.shard_transfer import read_later
 T = TypeVar("T")
 RUNS = {True: "train", False: "eval"}
 """The names of the orders of collectives of a forward of the whole module, by its training mode."""
-
-
-class CallError(RuntimeError, AssertionError):
-    """A call that does not fit the engine's state. DeepSpeed asserts these, and its scripts catch that."""
-
-
-class LossError(ValueError, AssertionError):
-    """A loss that no backward can begin with; also an AssertionError, as in DeepSpeed."""
-
-
-NO_FORWARD = (
-    "must follow a forward since the last update, or be given a loss that uses the module's own parameters; call engine(...) "
-    "first, and compute the loss from its outputs (a checkpoint of a part hides its parameters, unless use_reentrant=False)"
-)
 
 
 class Engine(KeepsFiles, HasTools, nn.Module):
@@ -183,13 +170,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def _check_loss(self, where: str, loss: Any) -> None:
         if self.optimizer is None:
             raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_tensor = isinstance(loss, Tensor)
-            given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
-            raise LossError(
-                f"engine.{where}: needs a scalar loss that depends on the module's parameters, got {given}; "
-                f"output.backward(gradient) takes another tensor"
-            )
+        check_loss(where, loss)
 
     @contextmanager
     def _collects(
