@@ -122,14 +122,14 @@ def make_train_step(
         check_mesh(mesh)
     cfg = Config.load(cfg)
     cfg.warn_of_no_effect(model)
-    recipe = StepSpec(
+    spec = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
         compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
-    return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
+    return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan | None:
@@ -170,7 +170,7 @@ class TrainStep:
 
     Attributes:
         runtime: its parts on this rank, such as mesh, rules, offload, updater, and the findings of the first calls.
-        recipe: the arguments of `make_train_step`.
+        spec: the arguments of `make_train_step`.
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: this process' rank, and the number of ranks.
@@ -178,10 +178,10 @@ class TrainStep:
         device: the device of the state; batches must be on it, too.
     """
 
-    def __init__(self, recipe: StepSpec, axis: RankAxis | AbstractAxis) -> None:
-        pipe = recipe.pipeline
-        self.runtime = run = pipe.runtime(recipe, axis) if pipe else _with_program(StepRuntime.make(recipe, axis))
-        self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
+    def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
+        pipe = spec.pipeline
+        self.runtime = run = pipe.runtime(spec, axis) if pipe else _with_program(StepRuntime.make(spec, axis))
+        self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
@@ -422,7 +422,7 @@ class TrainStep:
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        if self.recipe.pipeline is None:
+        if self.spec.pipeline is None:
             from fzero.graph.explain import explain
         else:
             from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
@@ -430,15 +430,15 @@ class TrainStep:
 
 
 def _with_program(run: StepRuntime) -> StepRuntime:
-    """The runtime with the program that its recipe asks for."""
-    if run.recipe.compile == "step":
+    """The runtime with the program that its spec asks for."""
+    if run.spec.compile == "step":
         from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
 
-        return replace(run, runs=GraphProgram.make(run, run.recipe.compile_backend))
-    if run.recipe.compile == "block":
+        return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
+    if run.spec.compile == "block":
         from fzero.graph.blocks import CompiledBlocks
 
-        run = replace(run, blocks=CompiledBlocks.of(run.recipe))
+        run = replace(run, blocks=CompiledBlocks.of(run.spec))
     return replace(run, runs=phases.forward_backward)
 
 

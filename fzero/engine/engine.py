@@ -88,7 +88,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
-        self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.data_world_size).micro
+        self._micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
@@ -97,7 +97,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
-        says, model = train_step.rank == 0, train_step.recipe.model
+        says, model = train_step.rank == 0, train_step.spec.model
         dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
         self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
         self.comms_log = None
@@ -425,11 +425,9 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             self.optimizer is None
             or self.is_gathered
             or runtime.stages is not None
-            or runtime.recipe.compress is not None
+            or runtime.spec.compress is not None
         ):
-            if (
-                name in self.grads.given or runtime.recipe.compress is not None
-            ):  # the forward computes with other values
+            if name in self.grads.given or runtime.spec.compress is not None:  # the forward computes with other values
                 raise not_trained(name)
             return False
         if self.open_window is None or self.open_window.work.status == "idle":

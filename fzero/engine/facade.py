@@ -93,7 +93,7 @@ class HasTools(Accessors):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called, or the configuration did it."""
-        return self.train_step.recipe.compile is not None
+        return self.train_step.spec.compile is not None
 
     @property
     def basic_optimizer(self) -> Any:

@@ -124,7 +124,7 @@ def initialize(
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
         state = step.init()
         engine: Engine
-        given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
+        given = step.spec.cfg.model_dump() if isinstance(source, Config) else dict(source)
         seen = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
@@ -138,7 +138,7 @@ def initialize(
 def _optimizer(
     step: TrainStep, groups: Groups, given: Any, config: Mapping[str, Any], engine: Callable[[], Engine]
 ) -> EngineOptimizer:
-    cfg, client = step.recipe.cfg, given if isinstance(given, TorchOptimizer) else None
+    cfg, client = step.spec.cfg, given if isinstance(given, TorchOptimizer) else None
     kind = configured_class(config, offloads=cfg.zero_optimization.offload_optimizer is not None)
     is_16_bit = cfg.fp16.enabled or cfg.bf16.enabled
     return make_optimizer(
@@ -163,16 +163,16 @@ def _log(engine: Engine, keys: EngineKeys) -> None:
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
-    recipe = StepSpec(
+    spec = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, compress=_compression(cfg, model),
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
         **how,
     )  # fmt: skip
     if not isinstance(model, PipelineModule):
-        return TrainStep(recipe, bind(None, recipe.device))
+        return TrainStep(spec, bind(None, spec.device))
     num_data = max(1, model.topology().get_dim("data"))
     mesh = Mesh.of(pipe=model.num_stages, data=num_data)
-    return TrainStep(replace(recipe, pipeline=Pipeline()), bind(mesh, recipe.device))
+    return TrainStep(replace(spec, pipeline=Pipeline()), bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
@@ -232,7 +232,7 @@ def check_may_join(required: bool | None) -> None:
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader | CurriculumLoader:
-    cfg = step.recipe.cfg
+    cfg = step.spec.cfg
     _, micro, num_micro = cfg.batch_sizes(step.data_world_size)
     if micro is None:
         raise ConfigError(
@@ -253,7 +253,7 @@ def _loader(
             num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
         )  # fmt: skip
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    in_order = isinstance(step.recipe.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
+    in_order = isinstance(step.spec.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
     return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
 
 

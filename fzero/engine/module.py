@@ -79,7 +79,7 @@ class HoldsModule(Accessors):
         self.live_buffers = LiveBuffers(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
-        if self.train_step.plan.row.shards("params") and self.train_step.recipe.compile is None:
+        if self.train_step.plan.row.shards("params") and self.train_step.spec.compile is None:
             hold_parts(self, module)
         self.show_state()
         self.outside_grads.watch()
@@ -178,8 +178,8 @@ class HoldsModule(Accessors):
         self._remake(drop=dropping_of(self.module))
 
     def _remake(self, **changes: Any) -> None:
-        """Goes on with a step of a changed recipe, which has the same states. *Collective:* every rank."""
-        self.train_step = self.layouts.step_of(replace(self.train_step.recipe, **changes))
+        """Goes on with a step of a changed spec, which has the same states. *Collective:* every rank."""
+        self.train_step = self.layouts.step_of(replace(self.train_step.spec, **changes))
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 

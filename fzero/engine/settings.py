@@ -36,7 +36,7 @@ class Settings:
 
     @property
     def cfg(self) -> Config:
-        return self.train_step.recipe.cfg
+        return self.train_step.spec.cfg
 
     @cached_property
     def _config(self) -> DeepSpeedConfig:

@@ -51,14 +51,14 @@ class ModelInGraph:
     """
 
     def __init__(self, run: StepRuntime, mesh: AxisMesh[Any], ranks: OneRank | Stacked) -> None:
-        recipe, plan = run.recipe, run.plan
-        self._run, self._compress, self.length = run, recipe.compress or CompressionPlan(), 0
+        spec, plan = run.spec, run.plan
+        self._run, self._compress, self.length = run, spec.compress or CompressionPlan(), 0
         self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
-            loss_of, recipe.model, recipe.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
+            loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
@@ -167,25 +167,25 @@ class ModelInGraph:
 
     def _dropping(self, n: Tensor, micro: Tensor) -> AbstractContextManager[None]:
         """In the body, the layers that drop tokens do so."""
-        if self._run.recipe.drop is None:
+        if self._run.spec.drop is None:
             return nullcontext()
         from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
 
         rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._run.rank
         draw = Draw(self.length, n.to(self._run.device), micro.to(torch.int64), rank, self._run.plan.num_micro_steps)
-        return replacing(self._run.recipe.model, self._run.recipe.drop, lambda: draw)
+        return replacing(self._run.spec.model, self._run.spec.drop, lambda: draw)
 
     def _quantizing(self, n: Tensor) -> AbstractContextManager[None]:
         """In the body, modules see quantized inputs, if the plan says so."""
         if not self._compress.inputs:
             return nullcontext()
-        return quantized_inputs(self._run.recipe.model, self._compress, n.to(self._run.device))
+        return quantized_inputs(self._run.spec.model, self._compress, n.to(self._run.device))
 
     def _forward(
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
-        model = self._run.recipe.model
+        model = self._run.spec.model
         for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
                 raise of_own_class(name, kind)
@@ -217,7 +217,7 @@ class ModelInGraph:
         homes = {memory_of(x) for x in tensors.values() if x.numel()}
         with self._run.binding.to(fetch, present), self._quantizing(n), self._dropping(n, micro):
             yield
-            check_no_views(self._run.recipe.model, lambda x: memory_of(x) in homes)
+            check_no_views(self._run.spec.model, lambda x: memory_of(x) in homes)
         for name, buffer in buffers.items():
             if present[name] is not buffer:  # the model has assigned it
                 buffer.copy_(present[name])

@@ -119,11 +119,11 @@ class Learned:
     answers: Memory = field(default_factory=Memory)
 
     @classmethod
-    def nothing(cls, recipe: StepSpec) -> Self:
+    def nothing(cls, spec: StepSpec) -> Self:
         """Before the first call of a step."""
-        orders = Orders() if recipe.schedule == "learned" else None
-        hyper = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
-        return cls(orders, hyper, Origin(recipe.model), sharing=sharing_buffers(recipe.model))
+        orders = Orders() if spec.schedule == "learned" else None
+        hyper = HyperCheck(spec.group_names, tuple(map(repr, spec.optimizers)))
+        return cls(orders, hyper, Origin(spec.model), sharing=sharing_buffers(spec.model))
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:

@@ -1,6 +1,6 @@
 """`StepSpec`: the arguments of `make_train_step` except the mesh, checked.
 
-`TrainStep(recipe, axis)` binds it to one rank of an axis. The axis belongs to a job, to a simulation, or to ranks that do not
+`TrainStep(spec, axis)` binds it to one rank of an axis. The axis belongs to a job, to a simulation, or to ranks that do not
 run. This module derives everything that depends on the model and the configuration alone.
 """
 
@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 class Pipelined(Protocol):
     """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
 
-    def plan(self, recipe: StepSpec, mesh: Mesh, /) -> StagedPlan:
+    def plan(self, spec: StepSpec, mesh: Mesh, /) -> StagedPlan:
         """The plans of all stages."""
         ...
 
-    def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
+    def runtime(self, spec: StepSpec, world: Any, /) -> Any:
         """The `StepRuntime` of this rank's stage."""
         ...
 

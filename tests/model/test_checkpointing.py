@@ -604,7 +604,7 @@ def test_a_model_without_blocks_is_refused(field: str, options: dict[str, Any]) 
 def test_modules_named_as_units_are_checkpointed() -> None:
     assert choose_modules(make(Odd), 1, blocks=["embed", "blocks", "norm"]) == ("embed", "norm")
     step = fzero.make_train_step(make(Odd), config(3), units=["blocks.*"], checkpoint=2)
-    assert step.recipe.checkpointing.names == ("blocks.0", "blocks.2")
+    assert step.spec.checkpointing.names == ("blocks.0", "blocks.2")
 
 
 def _differs(rank_dependent: bool) -> str:
