@@ -174,10 +174,10 @@ def row_lines(title: str, rows: Rows) -> list[str]:
     """Rows in a list, with what they found."""
     if not rows:
         return []
-    passed = sum(bool(row.get("passed")) and "error" not in row for row in rows.values())
-    not_run = sum("not_run" in row for row in rows.values())
+    run = [row for row in rows.values() if "not_run" not in row]
+    passed = sum(bool(row.get("passed")) and "error" not in row for row in run)
     lines = [f"## {title[:1].upper()}{title[1:]}", ""]
-    lines += [f"{passed} passed, {len(rows) - passed - not_run} failed, {not_run} not run.", ""]
+    lines += [f"{passed} passed, {len(run) - passed} failed, {len(rows) - len(run)} not run.", ""]
     for name, row in rows.items():
         checks = f"{len(row['laws'])} checks, " if "laws" in row else ""
         lines.append(f"- **{name}**: {verdict(row)} ({checks}{row['seconds']:.1f} s, run {_run_of(row)})")

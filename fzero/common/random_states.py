@@ -1,4 +1,4 @@
-"""The states of torch's generators that a model on a device draws from: the CPU's, and on a GPU the GPU's too."""
+"""The torch generators that a model on a device draws from: the CPU's, and on a GPU that GPU's too. Other GPUs keep theirs."""
 
 from __future__ import annotations
 
@@ -26,3 +26,12 @@ def set_random_states(states: Mapping[str, Tensor], device: torch.device) -> Non
     torch.set_rng_state(states["cpu"].clone())  # torch misreads a view into other memory
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+def seed(number: int, device: torch.device) -> None:
+    """Seeds these generators. (`torch.manual_seed` also seeds those of the other GPUs.)"""
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.init()  # type: ignore[no-untyped-call]  # makes the generators
+        index = torch.cuda.current_device() if device.index is None else device.index
+        torch.cuda.default_generators[index].manual_seed(number)

@@ -39,9 +39,12 @@ from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
-from fzero.runtime.phases import going_back, scaled_loss
+from fzero.runtime.ending import end
+from fzero.runtime.finish import Outcome
+from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
 from fzero.state import Metrics, TrainState
 from fzero.step import AccumulationWindow, TrainStep
+from fzero.storage.shard_transfer import read_later
 
 T = TypeVar("T")
 
@@ -254,10 +257,18 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         optimizer.settle()
         step = self._following()
         step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
+        overflow = list[Callable[[], int]]()
+
+        def sees(outcome: Outcome) -> None:
+            # Read when the device has been given the update, so that it does not idle while the host waits.
+            overflow.append(read_later(outcome.overflow) if self.cfg.skips_overflow else int)
+
         try:
             with optimizer.state.keeping(without):
                 window.work.forwards.still |= without
-                self.state, self.metrics = step.update(window)
+                check_window(window)
+                collected = collect(step.runtime, window)
+                self.state, self.metrics = end(step.runtime, collected, sees=sees)
         except FloatingPointError:  # the step has ended without an update
             self.open_window, self.micro_steps = None, self.micro_steps + 1
             self._show_buffers()
@@ -265,16 +276,16 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if self._lacks_loss:
             self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
         self.train_step, self.open_window, self._lacks_loss = step, None, False
-        self._has_updated(lr_kwargs, num_micro_steps=len(window.loss_stats))
+        self._has_updated(lr_kwargs, overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
-    def _has_updated(self, lr_kwargs: Mapping[str, Any], *, num_micro_steps: int) -> None:
-        """Counts an update, and steps the scheduler."""
+    def _has_updated(self, lr_kwargs: Mapping[str, Any], *, overflow: Callable[[], int], num_micro_steps: int) -> None:
+        """Counts an update, and steps the scheduler. `overflow` reads whether it was skipped."""
         optimizer, metrics = self.optimizer, self.metrics
         assert optimizer is not None and metrics is not None
         self.global_samples += self._samples(num_micro_steps)
         optimizer.state.refresh()
         self._show_buffers()
-        optimizer.overflow = self.cfg.skips_overflow and bool(metrics.overflow)  # which waits for a GPU
+        optimizer.overflow = self.cfg.skips_overflow and bool(overflow())
         self.global_steps += 1
         self._is_applied = not optimizer.overflow
         self.skipped_steps += optimizer.overflow

@@ -64,7 +64,8 @@ class PipelineEngine(Engine):
         with self._watch.of("update", before):
             self.state, self.metrics = step(self.state, self._items(data_iter))
             self.train_step = step
-            self._has_updated({}, num_micro_steps=self.micro_batches)
+            overflow = self.metrics.overflow
+            self._has_updated({}, overflow=lambda: int(overflow), num_micro_steps=self.micro_batches)
         self.micro_steps += self.micro_batches
         self._report(before)
         self.total_loss = self.agg_train_loss = self.metrics.loss

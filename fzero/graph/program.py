@@ -25,6 +25,7 @@ from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected, GradNorms
+from fzero.runtime.out_of_memory import explained
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
@@ -94,13 +95,8 @@ class GraphProgram:
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """One step on this rank's micro-batches, or on those of all ranks, without its end. *Collective:* every rank."""
         call = self._with_update if self.until == "update" else self._to_gradients
-        try:
+        with explained(run.plan):
             return call(run, state, micro_batches)
-        except torch.OutOfMemoryError as error:
-            from fzero.runtime.out_of_memory import explain
-
-            explain(error, run.plan)
-            raise
 
     def _with_update(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """Writes the hyper-parameters where the graph reads them, and runs it."""

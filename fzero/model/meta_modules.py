@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from fzero.common import random_states
 from fzero.compression.plan import is_added
 
 
@@ -25,7 +26,7 @@ def filled(
     parameters, buffers = module._parameters, module._buffers
     cuda = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=cuda), torch.no_grad():
-        torch.manual_seed(zlib.crc32(f"{seed}/{prefix}".encode()))
+        random_states.seed(zlib.crc32(f"{seed}/{prefix}".encode()), device)
         module.__dict__["_parameters"] = {
             key: None if own is None else nn.Parameter(_blank(own, device), requires_grad=own.requires_grad)
             for key, own in parameters.items()

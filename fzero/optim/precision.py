@@ -120,7 +120,9 @@ def find_class(name: str) -> type:
 # --- updates of narrow numbers -----------------------------------------------------------------------------------
 
 TILE = 1 << 19
-"""Elements that are updated at a time, so that their temporary tensors fit into the processor's cache."""
+"""Elements that a processor updates at a time, so that their temporary tensors fit into its cache."""
+TILES_ON_GPU = 32
+"""As many tiles are one on a GPU: the temporary tensors are still small, and the host has time to launch the kernels."""
 
 
 NUM_SALTS = 16
@@ -165,7 +167,7 @@ def mixed_precision(
     def update(grad: Tensor, param: Tensor, state: Any) -> tuple[Tensor, Tensor, Any]:
         leaves, treespec = optree.tree_flatten(state)
         dtype, numel = _wide_dtype(param), param.numel()
-        size = tile if tile and (grad.dtype != dtype or param.dtype != dtype or out is not None) else numel
+        size = _most(tile, param) if tile and ({grad.dtype, param.dtype} != {dtype} or out is not None) else numel
         num_tiles = -(-numel // size) if numel > size else 1
         widen = _widener(dtype, size) if num_tiles > 1 else lambda x, _: x.to(dtype)
         wide_factor = None if factor is None else factor.to(dtype)
@@ -205,6 +207,11 @@ def mixed_precision(
         )
 
     return Transform(init, update, specs, fused=(update, update_fused))
+
+
+def _most(tile: int, param: Tensor) -> int:
+    """The most elements that are updated at a time where a parameter is."""
+    return tile if param.is_cpu else tile * TILES_ON_GPU
 
 
 def _tiles(x: Tensor, size: int, num_tiles: int, *, is_long: bool = True) -> Sequence[Tensor]:

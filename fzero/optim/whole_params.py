@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fzero.common.random_states import seed
 from fzero.optim.fragments import ShardContents
 from fzero.optim.transforms import Leaf, Transform, no_steps, step_spec
 from sharding import TensorSpec
@@ -201,7 +202,7 @@ def check_shapes_do_not_matter(cls: type[Optimizer], params: Mapping[str, Any]) 
     with torch.random.fork_rng(devices=[]):
         ends = []
         for shape in ((6, 8), (48,)):
-            torch.manual_seed(0)
+            seed(0, torch.device("cpu"))
             param, state = start.clone().view(shape), None
             for grad in grads:
                 state = _step(cls, params, param, grad.clone().view(shape), state)

@@ -18,6 +18,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from fzero.common import random_states
+
 
 class LayerSpec:
     """A layer that is built where it is needed: `typename(*args, **kwargs)`.
@@ -131,7 +133,7 @@ class LayerSeeds:
             if self.seed_fn is not None:
                 self.seed_fn(seed)
             else:
-                torch.manual_seed(seed)
+                random_states.seed(seed, torch.device("cuda" if devices else "cpu"))
                 random.seed(seed)
                 if numpy:
                     numpy.random.seed(seed % 2**32)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from fzero.common.random_states import seed
+
 
 @dataclass(frozen=True, slots=True)
 class StepSeeds:
@@ -33,10 +35,7 @@ class StepSeeds:
 
     def key(self, layer: int, micro_batch: int) -> None:
         """From here on, random numbers are those of a layer and a micro-batch."""
-        seed = self.of(layer, micro_batch)
-        torch.default_generator.manual_seed(seed)
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed(seed)
+        seed(self.of(layer, micro_batch), self.device)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fzero.optim as optim
 from fzero.common.arguments import refuse, shown
+from fzero.common.random_states import seed
 from fzero.config.config import Config, ConfigError
 from fzero.config.optimizer_block import OptimizerBlock, with_overrides
 from fzero.optim.transforms import Transform
@@ -86,7 +87,7 @@ class UserTransform:
         transform = self.transform()
         state = transform.init(param)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
+            seed(0, torch.device("cpu"))
             for grad in grads:
                 _, param, state = transform.update(grad, param, state)
         return f"{self.field} at lr={self.lr}: {', '.join(f'{x:.2e}' for x in param[::8].tolist())}"

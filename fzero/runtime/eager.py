@@ -43,6 +43,7 @@ from fzero.runtime.forwards import Forwards, Visit, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
+from fzero.runtime.out_of_memory import explained
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
@@ -50,14 +51,6 @@ from fzero.storage.shard_transfer import ShardTransfer
 
 if TYPE_CHECKING:
     from fzero.storage.file_tensor import StoredTensor
-
-
-def explain(error: BaseException, plan: Plan) -> None:
-    """Adds the plan to an error for want of memory."""
-    if isinstance(error, torch.OutOfMemoryError):
-        from fzero.runtime import out_of_memory  # a step that fits does not load it
-
-        out_of_memory.explain(error, plan)
 
 
 class ForwardBackward:
@@ -230,10 +223,10 @@ class ForwardBackward:
             self._events.begin(run)
         self.status = "running"
         try:
-            with torch.autograd.set_multithreading_enabled(False):  # else, on CUDA, nodes run in another thread
+            # On CUDA nodes would run in another thread otherwise.
+            with torch.autograd.set_multithreading_enabled(False), explained(self.plan):
                 yield
-        except BaseException as error:
-            explain(error, self.plan)
+        except BaseException:
             self._abandon()
             raise
         self.status = "idle"

@@ -1,26 +1,39 @@
-"""`explain`: the plan and the allocator's numbers beside the error of a GPU that has no memory left."""
+"""`explained`: the plan and the allocator's numbers beside the error of a GPU that has no memory left."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from fzero.plans.plan import Plan
-from fzero.plans.report import memory_lines
 
 GIB = 2**30
 
 
-def explain(error: torch.OutOfMemoryError, plan: Plan) -> None:
+@contextmanager
+def explained(plan: Plan) -> Iterator[None]:
+    """Adds the plan to an error for want of memory inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        _explain(error, plan)
+        raise
+
+
+def _explain(error: torch.OutOfMemoryError, plan: Plan) -> None:
     """Adds a note, once: what the plan expects, what was allocated, and where a snapshot is."""
     if not any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ())):
         error.add_note(_note(plan))
 
 
 def _note(plan: Plan) -> str:
+    from fzero.plans.report import memory_lines  # a step that fits does not load it
+
     state = " · ".join(memory_lines(plan.bytes_per_rank, plan.bytes_by_memory))
     gathered = plan.unit_rules.most_gathered()
     peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()

@@ -77,9 +77,8 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
-    micro_batches = (
-        list(run.batches.split(batch)) if run.stages is None else run.stages.micro_batches(run, state, batch)
-    )
+    stages = run.stages
+    micro_batches = list(run.batches.split(batch)) if stages is None else stages.micro_batches(run, state, batch)
     _enter(run, state)
     return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
 
@@ -260,7 +259,7 @@ def passing(run: StepRuntime, window: AccumulationWindow, loss: Tensor, *, keeps
 
 
 def check_window(window: AccumulationWindow) -> None:
-    """Raises unless the window holds the gradients of at least one backward."""
+    """Raises unless the window holds the gradients of at least one backward and no error has ended it."""
     rule, fix = "given the AccumulationWindow of the last backward", "pass what step.backward(...) returned"
     check_kind("update", window, AccumulationWindow, rule, fix)
     check_not_donated(window.state)

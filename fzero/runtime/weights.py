@@ -10,6 +10,7 @@ from torch import Tensor
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
 from fzero.comms.hangs.failures import meet
 from fzero.runtime.init_state import InitFn
+from fzero.runtime.out_of_memory import explained
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import gather_flat
@@ -29,13 +30,8 @@ def first_state(run: StepRuntime, params: Mapping[str, Tensor] | None, init_fn: 
         params = {run.stored_names.get(key, key): tensor for key, tensor in params.items()}
     meet("TrainStep.init", run.mesh.world)
     run.learned.origin.look(given=params is not None)
-    try:
+    with explained(run.plan):
         state = run.builder.make(run.mesh, params, init_fn)
-    except torch.OutOfMemoryError as error:
-        from fzero.runtime.out_of_memory import explain
-
-        explain(error, run.plan)
-        raise
     return state if run.stages is None else run.stages.first_state(run, state)
 
 

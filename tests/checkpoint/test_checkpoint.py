@@ -431,7 +431,7 @@ def test_another_model_or_optimizer_is_reported_by_name(wrong: str, folder: Path
     fzero.save(step.init(), folder, step=step)
     model, cfg = make(Moody), config(1)
     if wrong == "names":
-        model.extra = nn.Linear(2, 2)
+        model.extra = make(lambda: nn.Linear(2, 2))
         message = r"parameter 'extra.weight' must be in the checkpoint"
     elif wrong == "shapes":
         model, message = make(lambda: Moody(9)), r"'model.blocks.0.weight' must have shape \(9, 9\) .* has \(8, 8\)"

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import devices
 import pytest
 import torch
 from pretended_cuda import PretendedCuda
@@ -84,10 +85,39 @@ def test_tests_run_on_the_pretended_device(tmp_path: Path) -> None:
 def test_tests_that_have_not_begun_in_time_are_reported(tmp_path: Path) -> None:
     lines = tmp_path / "lines"
     command = [sys.executable, "-m", "pytest", "-q", "-o", "addopts=", "--device", "pretended", "--until", "0"]
-    command += ["--lines", str(lines), str(ROOT / "tests" / "laws" / "test_stages.py")]
+    command += ["--lines", str(lines), *(str(ROOT / "tests" / file) for file, _ in devices.ON_A_DEVICE[1:4])]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)
-    outcomes = [json.loads(line)["outcome"] for line in lines.read_text().splitlines()]
-    assert len(outcomes) > 50 and {*outcomes} <= {"not reached", "skipped"}
+    found = [json.loads(line) for line in lines.read_text().splitlines()]
+    assert len(found) > 50 and {row["outcome"] for row in found} <= {"not reached", "skipped"}
+    # The first cases of all functions come first, of the files in their order.
+    functions = [row["name"].partition("[")[0] for row in found]
+    first = list(dict.fromkeys(functions))
+    assert functions[: len(first)] == first
+    files = [name.partition("::")[0].removeprefix("tests/") for name in first]
+    assert list(dict.fromkeys(files)) == [file for file, _ in devices.ON_A_DEVICE[1:4]]
+
+
+def test_a_row_that_has_not_ended_has_neither_passed_nor_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {"tests": {"not_run": "it was in it", "passed": True, "seconds": 0.0, "run": 0}}
+    assert "0 passed, 0 failed, 1 not run." in module("gpu_page", monkeypatch).row_lines("tests", rows)
+
+
+def test_tests_that_are_cut_off_keep_their_results_and_fail_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = module("gpu_tests", monkeypatch)
+    monkeypatch.setenv("GPU_OUT", str(tmp_path))
+    monkeypatch.setenv("GPU_UNTIL", str(time.time() + 60))
+    (tmp_path / "rows").mkdir()
+    line = json.dumps({"name": "a.py::b", "outcome": "passed", "seconds": 0.1, "said": ""})
+    hangs = f"import pathlib, time; pathlib.Path({str(tmp_path)!r}, 'rows/tests.jsonl').write_text({line!r}); time.sleep(99)"
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda _, **how: start([sys.executable, "-c", hangs], **how))
+    monkeypatch.setattr(tests, "keep", lambda found: None)
+    monkeypatch.setattr(tests, "SECONDS_TINY", 3)
+    monkeypatch.setattr(tests, "SECONDS_TO_END", 2)
+    found = tests.run_tests(module("gpu_scale", monkeypatch).TINY)
+    assert found["passed"] and found["tests"]["passed"] == 1 and "time was over" in found["cut_off"]
 
 
 @long

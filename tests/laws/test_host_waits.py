@@ -151,8 +151,8 @@ def test_a_step_in_one_graph_waits_to_know_how_many_updates_were_skipped(precisi
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("case", ["plain", "all of these"])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_an_engine_waits_to_know_whether_its_scheduler_goes_on(stage: int, precision: str, case: str) -> None:
-    """Once in each update that may be skipped, as DeepSpeed's does: then the scheduler must not step."""
+def test_an_engine_reads_an_overflow_while_the_device_updates(stage: int, precision: str, case: str) -> None:
+    """Its scheduler steps unless the update is skipped. The host waits for the backward then, but the device has work left."""
     keys = dict(CASES[case].keys) | PRECISIONS[precision]
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     cfg = {"optimizer": AdamW, "train_micro_batch_size_per_gpu": 8, "zero_optimization": zero} | keys
@@ -168,4 +168,4 @@ def test_an_engine_waits_to_know_whether_its_scheduler_goes_on(stage: int, preci
         update()
     with waits_of_the_host() as found:
         update()
-    check(found, ITEM, 0 if precision == "fp32" else 1)
+    assert found == []

@@ -20,7 +20,7 @@ from training import Plain, make, vectors
 
 import fzero
 from fzero.optim.adam_kernels import adamw
-from fzero.optim.precision import mixed_precision
+from fzero.optim.precision import TILE, mixed_precision
 from fzero.optim.transforms import Transform, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import MovingTransfer
@@ -661,7 +661,7 @@ def test_place_brings_a_short_tensor_of_an_optimizer_to_where_the_update_runs() 
         assert all(same_bits(x, found[0][name]) for others in found for name, x in others.items())
 
 
-@pytest.mark.parametrize("where", ["init", "forward", "backward"])
+@pytest.mark.parametrize("where", ["init", "forward", "backward", "update"])
 def test_an_error_for_want_of_memory_shows_the_plan_the_peak_and_where_a_snapshot_is(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -674,13 +674,15 @@ def test_an_error_for_want_of_memory_shows_the_plan_the_peak_and_where_a_snapsho
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     with PretendedCuda():
-        step = fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), {"zero_optimization": {"stage": 3}})
+        cfg = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}}
+        step = fzero.make_train_step(make(lambda: Plain(WIDTH, 2)).cuda(), cfg)
         batch = tuple(x.cuda() for x in vectors(0, 4, WIDTH))
         if where == "init":
             monkeypatch.setattr(type(step.runtime.builder), "make", fails)
         else:
             state = step.init()
-            monkeypatch.setattr(f"torch.{'tanh' if where == 'forward' else 'autograd.backward'}", fails)
+            of = {"forward": "torch.tanh", "backward": "torch.autograd.backward"}
+            monkeypatch.setattr(of.get(where, "fzero.optim.adam_kernels._advance"), fails)
         with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as caught:
             step.init() if where == "init" else step(state, batch)
     (note,) = caught.value.__notes__
@@ -704,3 +706,19 @@ def test_a_backward_of_a_script_runs_in_its_thread_from_the_first_forward_of_an_
             assert found == [False]
         finally:
             torch.autograd.set_multithreading_enabled(True)
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", 2), ("cuda", 1)])
+def test_a_device_updates_more_elements_in_one_kernel_than_fit_into_the_cache_of_a_processor(
+    device: str, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that launched a kernel for each of them would be slower than the device."""
+    calls: list[int] = []
+    kernel = torch._fused_adamw_
+    monkeypatch.setattr(torch, "_fused_adamw_", lambda *args, **how: calls.append(1) or kernel(*args, **how))  # type: ignore[func-returns-value]
+    with PretendedCuda():
+        param = torch.zeros(2 * TILE, device=device)
+        narrow = param.bfloat16()
+        transform = mixed_precision(fzero.optim.adamw(1e-3), state_dtype="float32", out=narrow)
+        transform.update(torch.ones_like(narrow), param, transform.init(param))
+    assert len(calls) == expected and narrow.unique().numel() == 1

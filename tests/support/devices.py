@@ -1,9 +1,10 @@
 """The device of the tests: the processor, a card (`pytest --device cuda`), or the pretended one (`--device pretended`).
 
 Tests make models and batches by `training.make`, `tokens` and `vectors`, which put them on the device, or take the fixture
-`device`. On a device only the tests of `ON_A_DEVICE` run, in this order. A card has one real rank, for NCCL takes one for each
-card; the pretended one has as many as are asked for, with collectives of a pretended NCCL. Tests that have not begun by
-`--until` are reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
+`device`. On a device only the tests of `ON_A_DEVICE` run: the first case of every function in this order, then the second
+cases, and so on, so that each law is tried before the time is over. A card has one real rank, for NCCL takes one for each card;
+the pretended one has as many as are asked for, with collectives of a pretended NCCL. Tests that have not begun by `--until` are
+reported as not reached, and `--lines` gets a line of JSON for each test when it ends.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import os
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -51,6 +53,10 @@ NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
         "vmap": "torch.vmap makes tensors in C++, which are the processor's there",
         "stacked": "torch.vmap makes tensors in C++, which are the processor's there",
         "graph": "a capture makes tensors in C++, which are the processor's there",
+        "test_on_other_processes_the_state_is_the_one_made_of_all_old_states": (
+            "its states go to other processes, where they are the processor's"
+        ),
+        "-step]": "a capture makes tensors in C++, which are the processor's there",
     },
     "any": {
         "test_a_bad_weight_is_reported": ASSERTS,
@@ -172,15 +178,17 @@ def is_left_out(path: Path) -> bool:
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """On a device: the tests of the table in its order, and of those the short ones first."""
+    """On a device: the tests of the table, short ones first, and of those the first case of each function."""
     if where() == "cpu":
         return
-    root, rank = Path(__file__).parents[1], dict[str, float]()
+    root, rank, num_cases = Path(__file__).parents[1], dict[str, tuple[bool, int, int]](), Counter[tuple[str, bool]]()
     for item in items:
         file, function = item.path.relative_to(root).as_posix(), item.nodeid.partition("::")[2]
         places = [n for n, (of, name) in enumerate(ON_A_DEVICE) if of == file and name in function]
         if places and not item.get_closest_marker("nightly"):
-            rank[item.nodeid] = min(places) + 1000 * bool(item.get_closest_marker("long"))
+            cases, is_long = item.nodeid.partition("[")[0], item.get_closest_marker("long") is not None
+            rank[item.nodeid] = is_long, num_cases[cases, is_long], min(places)
+            num_cases[cases, is_long] += 1
     taken = sorted((item for item in items if item.nodeid in rank), key=lambda item: rank[item.nodeid])
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in rank])
     for item in taken:

@@ -24,6 +24,7 @@ of the host.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -144,7 +145,8 @@ class Use(NamedTuple):
 class Memory:
     """What is known of one storage."""
 
-    alive: StorageWeakRef  # which keeps others from its address
+    address: StorageWeakRef  # keeps others from it
+    end: weakref.ref[torch.UntypedStorage]  # calls when it is freed
     kind: Kind
     nbytes: int
     owner: Timeline  # whose next work may get the bytes when they are given back
@@ -197,6 +199,7 @@ class PretendedCuda(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._memories: dict[int, Memory] = {}
+        self._freed: list[int] = []  # since the last look
         self.streams: list[Stream] = []
         self.host, self.default = Timeline("the host"), Stream(self)
         self.crossed = Crossed(0, 0)
@@ -220,7 +223,7 @@ class PretendedCuda(TorchDispatchMode):
 
     def sweep(self) -> None:
         """Looks what was freed since. Before the order changes, for this is when it was freed."""
-        freed = [key for key, memory in self._memories.items() if memory.alive.expired()]
+        freed, self._freed = self._freed, []
         for memory in [self._memories.pop(key) for key in freed]:
             if memory.kind == "device":
                 self.nbytes -= memory.nbytes
@@ -235,9 +238,10 @@ class PretendedCuda(TorchDispatchMode):
     def memory(self, x: Tensor, kind: Kind = "host") -> Memory:
         """What is known of a tensor's storage, which is of that kind if it is new."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._memories:
-            memory = Memory(StorageWeakRef(storage), kind, storage.nbytes(), self.current)
-            self._memories[storage._cdata] = memory
+        if (key := storage._cdata) not in self._memories:
+            end = weakref.ref(storage, lambda _: self._freed.append(key))
+            memory = Memory(StorageWeakRef(storage), end, kind, storage.nbytes(), self.current)
+            self._memories[key] = memory
             if kind == "device":
                 self.nbytes += memory.nbytes
                 self.max_nbytes = max(self.max_nbytes, self.nbytes)
@@ -516,6 +520,8 @@ class PretendedCuda(TorchDispatchMode):
             "reset_peak_memory_stats": self._reset_peak,
             "get_rng_state": lambda device=None: self.generator.get_state(),
             "set_rng_state": lambda state, device=None: self.generator.set_state(state.clone()) and None,
+            "init": lambda: None,
+            "default_generators": (self.generator,),
             "manual_seed": lambda seed: self.generator.manual_seed(seed) and None,
             "manual_seed_all": lambda seed: self.generator.manual_seed(seed) and None,
         }
