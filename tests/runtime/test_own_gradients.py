@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -185,6 +186,43 @@ def test_a_backward_by_own_parameters_inside_the_forward_is_refused(stage: int) 
 
     with pytest.raises(RuntimeError, match="backward: must not be called inside the forward or loss_fn"):
         trained(Net, backward, stage)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_so_it_is_in_a_later_step_which_compares_no_values(stage: int) -> None:
+    """Autograd runs the nodes whose outputs the parameters are, and these know that the forward is not over."""
+    calls = itertools.count()
+
+    def backward_in_step_3(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        if next(calls) == 2:
+            torch.autograd.backward(loss, inputs=list(model.parameters()), retain_graph=True)
+        return loss  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match="backward: must not be called inside the forward or loss_fn"):
+        trained(Net, backward_in_step_3, stage)
+    assert next(calls) == 3
+
+
+def test_a_retained_gradient_of_a_parameter_is_no_backward_inside_the_forward() -> None:
+    """Also in the second micro-step, which shares its parameters with the first."""
+
+    def retaining(model: Any, x: Tensor) -> Tensor:
+        loss = model(x)
+        for param in model.parameters():
+            param.retain_grad()
+        return loss  # type: ignore[no-any-return]
+
+    assert_same(trained(Net, retaining, 2), trained(Net, lambda model, x: model(x), 2), tolerance=0.0)
+    cfg = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0625}},
+        "gradient_accumulation_steps": 2,
+        "train_micro_batch_size_per_gpu": 6,
+    }
+    step = fzero.make_train_step(made(Net), cfg, loss_fn=retaining)
+    state = step.init()
+    for x in batches()[:3]:
+        state, _ = step(state, x)
 
 
 def test_ranks_that_run_at_once_refuse_a_gradient_by_own_parameters() -> None:
