@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from fzero.optim.adam_kernels import adamw as adamw
     from fzero.optim.optimizers import sgd as sgd
     from fzero.optim.transforms import Transform as Transform, chain as chain
-    from fzero.plans.plan import Plan as Plan, plan as plan
+    from fzero.plans.plan import Plan as Plan
+    from fzero.plans.plan_spec import plan as plan
     from fzero.plans.unit_orders import ScheduleError as ScheduleError
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
@@ -66,7 +67,8 @@ else:
             "optim.optimizers": "sgd",
             "optim.transforms": "Transform chain",
             "plans.placements": "Placement",
-            "plans.plan": "Plan plan",
+            "plans.plan": "Plan",
+            "plans.plan_spec": "plan",
             "plans.unit_orders": "ScheduleError",
             "resharding.place": "place",
             "resharding.reshard": "reshard",

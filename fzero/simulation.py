@@ -96,17 +96,17 @@ class LockstepRanks:
 
     def __init__(
         self,
-        recipe: StepSpec,
+        spec: StepSpec,
         world_size: int,
         observe: Callable[[int, CommRecord], None] | None = None,
         mesh: Mesh | None = None,
     ) -> None:
-        self._recipe = recipe = replace(recipe, home=torch.device("cpu"))
-        self._hub, self.world_size = Hub(world_size, recipe.device), world_size
-        self._origin = Origin(recipe.model)
+        self._spec = spec = replace(spec, home=torch.device("cpu"))
+        self._hub, self.world_size = Hub(world_size, spec.device), world_size
+        self._origin = Origin(spec.model)
 
         def make(rank: int) -> TrainStep:
-            own = replace(recipe, model=_twin(recipe), compile=None)
+            own = replace(spec, model=_twin(spec), compile=None)
             watch = None if observe is None else lambda sent: observe(rank, sent)
             return TrainStep(own, LockstepAxis("data", world_size, rank, self._hub, watch, mesh))
 
@@ -229,14 +229,14 @@ class VmapRanks(LockstepRanks):
 
     def __init__(
         self,
-        recipe: StepSpec,
+        spec: StepSpec,
         world_size: int,
         compile: BackendName | None = None,
         *,
         mesh: Mesh | None = None,
         by: Literal["vmap", "either"] = "vmap",
     ) -> None:
-        super().__init__(recipe, world_size, mesh=mesh)
+        super().__init__(spec, world_size, mesh=mesh)
         if self.steps[0].runtime.offload.has_files:
             raise ConfigError(
                 f"by: must be 'lockstep' where state is in files, got 'vmap' with "
@@ -263,7 +263,7 @@ class VmapRanks(LockstepRanks):
 
     def one_rank(self) -> TrainStep:
         """The step of a single rank, without processes."""
-        own = replace(self._recipe, model=_twin(self._recipe), compile=None)
+        own = replace(self._spec, model=_twin(self._spec), compile=None)
         return TrainStep(own, AbstractAxis("data", self.world_size, backend="gloo", mesh=self.plan.mesh))
 
     def _make(self, compile: BackendName | None) -> TrainStep:
@@ -320,7 +320,7 @@ class VmapRanks(LockstepRanks):
 
     def _step_of_all(self, state: TrainState[Tensor], micro_batches: list[Any]) -> tuple[TrainState[Tensor], Metrics]:
         run = self.one_step.runtime
-        state = state if self._recipe.donate else optree.tree_map(torch.clone, state)
+        state = state if self._spec.donate else optree.tree_map(torch.clone, state)
         with _quietly():
             collected = run.program(state, micro_batches)
         outcome_W, is_sum = collected.outcome, collected.is_sum
@@ -407,23 +407,23 @@ def simulate(
         raise ValueError(
             f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
         )
-    if step.recipe.pipeline is not None:
+    if step.spec.pipeline is not None:
         if by == "vmap" or compile is not None:
             raise ValueError(
                 "simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'"
             )
-        return PipelineRanks(step.recipe, world_size, mesh=mesh)
+        return PipelineRanks(step.spec, world_size, mesh=mesh)
     if by == "lockstep":
         if compile is not None:
             raise ValueError(f"simulate: compile must be None in lockstep, got {compile!r}; pass by='vmap'")
-        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+        return LockstepRanks(step.spec, world_size, mesh=mesh)
     try:
-        return VmapRanks(step.recipe, world_size, compile, mesh=mesh, by=by or "either")
+        return VmapRanks(step.spec, world_size, compile, mesh=mesh, by=by or "either")
     except ConfigError as error:  # of what no graph can hold
         if by == "vmap":
             raise
         warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)
-        return LockstepRanks(step.recipe, world_size, mesh=mesh)
+        return LockstepRanks(step.spec, world_size, mesh=mesh)
 
 
 @contextmanager
@@ -452,9 +452,9 @@ def _functions() -> Iterator[list[str]]:
         torch.autograd.Function.apply = apply  # type: ignore[method-assign]
 
 
-def _twin(recipe: StepSpec) -> nn.Module:
+def _twin(spec: StepSpec) -> nn.Module:
     """A copy of the modules, with the same parameters and buffers, and with those tensors that other code holds."""
-    model, held = recipe.model, [x for each in recipe.held or () if (x := each.tensor()) is not None]
+    model, held = spec.model, [x for each in spec.held or () if (x := each.tensor()) is not None]
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers(), *held)}
     try:
         return copy.deepcopy(model, shared)

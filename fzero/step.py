@@ -95,62 +95,21 @@ def make_train_step(
             `model.to("meta")` after `init` may free them. A model on `meta` is initialized unit by unit. Where `cfg` asks for
             trained scores, masks or static ranges (`compression_training`), the step registers these in the modules.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
-        loss_fn: `loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
-            micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls the `model` that it gets. None calls the
-            model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as `model(**batch)`)
-            and takes the output if it is a scalar, its `.loss`, or its first item.
+        loss_fn: `loss_fn(model, batch)` returns the loss, or `(sum, weight)`; None takes the model's own output.
         mesh: the ranks: a `sharding.Mesh`, or the axis that `fzero.join` returns. The stage shards the state over the mesh axis
             `"data"`; ranks along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or
             the mesh that `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks
             that do not exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
-        units: names of the modules that are gathered and released together, `*` is a wildcard; None finds them.
-        param_groups: parameters with hyper-parameters of their own, `{"params": r"norm|bias", "weight_decay": 0.0}`; the
-            first match counts. `"params"` may be a function of name and parameter. `lr_schedule` multiplies a group's `lr` by the
-            same factor as the configuration's `lr`; a scheduler of the configuration sets each group's as DeepSpeed's does.
-        transform: replaces the configuration's optimizer: a `Transform` of your own (elementwise, which is checked), or
-            a function of the learning rate that makes one; see `fzero.optim.transforms`.
-        gather_hook: the `CommHook` for the parameters that stage 3 gathers in the forward, the backward and `evaluate`, for
-            example `fzero.comms.compressed(fzero.comms.quantize(8))`. It must have no state. None takes the configuration's, or
-            sends exactly.
-        reduce_hook: the `CommHook` that sends gradients along all axes of the mesh, or hooks by axis. With hooks, gradients are
-            summed along one axis after the other. The states of the hooks are in `state.hook_states`. Finished sums are sent
-            exactly.
-        placements: the memory of masters and optimizer tensors, in place of the configuration's offload. Pass a mapping of
-            patterns, `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
-            (`fzero.plans.placements`). The state is then streamed through each update; on the CPU the result has the same bits.
-        order: the order of the parameters within each flat buffer, in place of `round_robin_gradients`: a function from the
-            number of parameters and of ranks to a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order`
-            checks your own), or a list of all parameters' names in the order wanted. None takes the configuration's, else the
-            order of declaration. The order decides which rank holds which part; it changes no number of the model.
-        donate: whether the step may write into the state that it gets; using that state again raises. False works on a copy;
-            state in files cannot be copied.
-        lr_schedule: the learning rate as a function of the number of updates so far, in place of the configuration's. It must
-            return the same number on all ranks, which is checked. (It may depend on metrics, which are the same on all ranks,
-            but not on a rank's own loss.)
-        schedule: `"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on
-            it in every step, for models whose units run in a data-dependent order; slower, and nothing is prefetched.
-        checkpoint: the modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the
-            backward. A number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks
-            all of them, 2 the first, the third and so on. A function of a module's name and the module picks the outermost
-            modules for which it is true. Each should be no larger than a unit, because all parameters that it uses are gathered
-            while its backward runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with
-            generated code: to rounding). With `compile="step"` the model must call each module itself, not its `forward`.
-        compile: `"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in
-            place; if optimizer state lives in other memory, the graph ends before the update, and parameters must be on the
-            device. `"block"` compiles the forward of each unit that is one module, once for equal ones, and runs the rest
-            eagerly. None compiles nothing. Rank 0 logs how long a capture took; another batch shape is captured again. With
-            `"step"` the forward of `evaluate` is a graph, too.
-        compile_backend: `"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation.
-        check_params: when to compare the values of parameters before and after a forward: in the `"first"` forward of each kind
-            (training, evaluation), or `"always"`. A forward must not change parameters. The comparison finds changes through
-            `.data`, and reads all parameters twice. A change that PyTorch's version counter sees is an error in every step.
-        seed: the seed of initial values on `meta` (equal on all ranks) and of dropout (different on each rank).
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
         pipeline: the order of a pipeline, or a `fzero.pipeline.Pipeline` (docs/pipelines.md). `mesh` must have an axis
             `"pipe"`, and `model` must be a `PipelineModule` or an `nn.Sequential`. A micro-batch is (inputs, labels), and the
             loss is `loss_fn(outputs, labels)`.
+
+    The other arguments are fields of two records, which document them: of `fzero.plans.PlanSpec` (units, param_groups, transform,
+    gather_hook, reduce_hook, placements, order) and of `fzero.runtime.StepSpec` (loss_fn, donate, lr_schedule, schedule,
+    checkpoint, compile, compile_backend, check_params, seed).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -163,14 +122,14 @@ def make_train_step(
         check_mesh(mesh)
     cfg = Config.load(cfg)
     cfg.warn_of_no_effect(model)
-    recipe = StepSpec(
+    spec = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
         compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
-    return TrainStep(recipe, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, recipe.device))
+    return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan | None:
@@ -211,7 +170,7 @@ class TrainStep:
 
     Attributes:
         runtime: its parts on this rank, such as mesh, rules, offload, updater, and the findings of the first calls.
-        recipe: the arguments of `make_train_step`.
+        spec: the arguments of `make_train_step`.
         plan: units, flat buffers, their bytes, and the traffic of a step; `print(step.plan)`.
         specs: a `TrainState` with a `sharding.TensorSpec` for every tensor of the state.
         rank, world_size: this process' rank, and the number of ranks.
@@ -219,10 +178,10 @@ class TrainStep:
         device: the device of the state; batches must be on it, too.
     """
 
-    def __init__(self, recipe: StepSpec, axis: RankAxis | AbstractAxis) -> None:
-        pipe = recipe.pipeline
-        self.runtime = run = pipe.runtime(recipe, axis) if pipe else _with_program(StepRuntime.make(recipe, axis))
-        self.recipe, self.plan, self.specs, self.device = recipe, run.plan, run.form.specs, run.device
+    def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
+        pipe = spec.pipeline
+        self.runtime = run = pipe.runtime(spec, axis) if pipe else _with_program(StepRuntime.make(spec, axis))
+        self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
     @property
@@ -463,7 +422,7 @@ class TrainStep:
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        if self.recipe.pipeline is None:
+        if self.spec.pipeline is None:
             from fzero.graph.explain import explain
         else:
             from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
@@ -471,15 +430,15 @@ class TrainStep:
 
 
 def _with_program(run: StepRuntime) -> StepRuntime:
-    """The runtime with the program that its recipe asks for."""
-    if run.recipe.compile == "step":
+    """The runtime with the program that its spec asks for."""
+    if run.spec.compile == "step":
         from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
 
-        return replace(run, runs=GraphProgram.make(run, run.recipe.compile_backend))
-    if run.recipe.compile == "block":
+        return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
+    if run.spec.compile == "block":
         from fzero.graph.blocks import CompiledBlocks
 
-        run = replace(run, blocks=CompiledBlocks.of(run.recipe))
+        run = replace(run, blocks=CompiledBlocks.of(run.spec))
     return replace(run, runs=phases.forward_backward)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
+from fzero.checkpoint.torch_jobs import TorchJob, is_torch_job, starts_of
 from fzero.common.arguments import check_no_inference, check_path
 from fzero.comms.hangs.failures import meet
 from fzero.model.trainability import listed
@@ -42,7 +43,7 @@ class Loaded(NamedTuple):
     state: TrainState[Tensor]
     """This rank's part of the state, for the given step."""
     client: Any
-    """The argument `client` of `save`."""
+    """The argument `client` of `save`; None from another job."""
     path: Path
     """The checkpoint that was loaded."""
 
@@ -58,6 +59,10 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
 
     *Collective:* every rank of the step; sends some numbers. Each rank reads the ranges that it holds, and checks their bytes.
 
+    A folder that torch.distributed.checkpoint wrote for another job (FSDP2, DDP) is loaded, too, if it holds the model and the
+    optimizer (`get_model_state_dict` and `get_optimizer_state_dict`, under any two keys). The job's parameters are the masters.
+    Optimizer state and its counts continue; hyper-parameters are those of `step`, and the random state is as in `init`.
+
     Args:
         dir: a folder of checkpoints, whose `latest` is loaded, or one checkpoint in it (`dir/step-500`).
         step: to continue with, of the same model.
@@ -72,7 +77,7 @@ def load(dir: str | Path, *, step: AnyStep) -> Loaded:
     check_path("dir", dir)
     check_step(step)
     check_no_inference("load")
-    return load_by_ranks("fzero.load", dir, step, files.find, _load)
+    return load_by_ranks("fzero.load", dir, step, lambda path: path if is_torch_job(path) else files.find(path), _load)
 
 
 def load_partly(dir: str | Path, *, step: AnyStep) -> tuple[Loaded, list[str]]:
@@ -124,6 +129,8 @@ class Saved(NamedTuple):
 
 def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] | None = None) -> Loaded:
     """`left` receives the names of parameters that are not stored; None allows none."""
+    if is_torch_job(path):
+        return _load_torch_job(path, step, scratch)
     scales = files.read_manifest(path)["scales_dynamically"]
     contents, found = opened(path)
     missing = contents.left_out
@@ -137,6 +144,17 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] 
     saved = Saved(found, numbers, optimizer, hook_states, scales, missing)
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
+
+
+def _load_torch_job(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:
+    job = TorchJob(path, step.plan, step.runtime.aliases)
+    if not job.counts_updates and step.runtime.rank == 0:
+        warnings.warn(
+            f"load: {path} has no count of updates (SGD keeps none), so state.step is 1 and a learning-rate schedule starts "
+            f"there; give the state the right one, state._replace(step=…)",
+            stacklevel=6,
+        )
+    return Loaded(restored(Saved(job, job.numbers, job.optimizer, {}, False), step, scratch), None, path)
 
 
 def opened(folder: Path) -> tuple[files.StoredContents, DcpReader]:
@@ -256,5 +274,7 @@ def starts(dir: str | Path) -> dict[str, int]:
     Returns:
         A number per parameter, equal for parameters whose optimizer states count the same updates.
     """
+    if is_torch_job(Path(dir)):
+        return starts_of(Path(dir))
     contents, _ = opened(files.find(Path(dir)))
     return layout.stored_starts(contents.optimizer, contents.numbers)

@@ -152,12 +152,12 @@ def read_metadata(path: Path) -> Any:
             tensors[_is(key, str)] = TensorStorageMetadata(properties, _size(like["size"]), chunks)
     places: dict[Any, Any] = {}
     for index, place in _is(found["storage_data"], dict).items():
-        key, offset = _is(_is(index, _Index)["fqn"], str), index["offset"]
-        if key in tensors and offset is not None:
+        key = _is(_is(index, _Index)["fqn"], str)
+        if key in tensors:  # an object has no offset
             start, length = (_count(_is(place, _Place)[name]) for name in ("offset", "length"))
             name = check_inside(_is(place["relative_path"], str))
             transforms = [_is(x, str) for x in _is(place.state, dict).get("transform_descriptors") or ()]
-            places[MetadataIndex(key, _size(offset))] = _StorageInfo(name, start, length, transforms or None)
+            places[MetadataIndex(key, _size(index["offset"]))] = _StorageInfo(name, start, length, transforms or None)
     return Metadata({**tensors}, storage_data=places)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from fzero.compression.added import salt_of
 from fzero.compression.plan import CompressionPlan, Extra, Shrink, is_added
 from fzero.compression.techniques import Mask, PruningKind, Quantize, QuantizeInput, Technique
 from fzero.config.compression import CompressionTraining, Group
-from fzero.config.config import Config, ConfigError
+from fzero.config.config import Config, ConfigError, ConfigWarning
 
 _BLOCK = "compression_training"
 _PRUNING: tuple[tuple[PruningKind, str, type[nn.Module] | tuple[type[nn.Module], ...]], ...] = (
@@ -121,7 +122,7 @@ class _Search:
                 for name in of_pattern:
                     mask = self._mask(where, kind, name, group.params.dense_ratio, shared, scores)
                     self._apply(mask, name)
-                if group.related_modules:
+                if group.related_modules and of_pattern:
                     self._relate(where, kind, of_pattern, group.related_modules[index])
         found = {self._weight(where, name): None for where, _, names in groups for x in names for name in x}
         self._check_ties(f"{kind}_pruning", found, [x for _, _, names in groups for x in names])
@@ -187,7 +188,7 @@ class _Search:
             return
         for key, group in technique.different_groups.items():
             where = f"{_BLOCK}.{name}.different_groups.{key}"
-            names = [self._named(f"{where}.modules", pattern, taken) for pattern in group.modules]
+            names = [self._named(f"{where}.modules", pattern, taken, warns=True) for pattern in group.modules]
             new = list(dict.fromkeys(name for of_pattern in names for name in of_pattern))
             for module in new:
                 if module in seen:
@@ -208,8 +209,8 @@ class _Search:
                 f"change one of them"
             )
 
-    def _named(self, where: str, pattern: str, taken: Any) -> list[str]:
-        """The modules of the kinds `taken` that an expression matches."""
+    def _named(self, where: str, pattern: str, taken: Any, *, warns: bool = False) -> list[str]:
+        """The modules of the kinds `taken` that an expression matches; none is an error, or with `warns` a warning."""
         try:
             found = [*dict.fromkeys(self.first[n] for n in self.first if pattern == "*" or re.search(pattern, n))]
         except re.error as error:
@@ -225,9 +226,14 @@ class _Search:
             others = sorted({type(self.modules[n]).__name__ for n in found})
             hint = "; convert_conv1d_to_linear makes Linears of Conv1Ds" if "Conv1D" in others else ""
             what = f"modules of {', '.join(others)}" if found else "nothing"
-            raise ConfigError(
-                f"{where}: must match a {wanted}, got {pattern!r}, which matches {what}; correct the expression (re.search on "
-                f"names such as {_examples(self.modules, kinds)}){hint}"
+            text = (
+                f"{wanted}, got {pattern!r}, which matches {what}; correct the expression (re.search on names such as "
+            )
+            text += f"{_examples(self.modules, kinds)}){hint}"
+            if not warns:
+                raise ConfigError(f"{where}: must match a {text}")
+            warnings.warn(
+                f"{where}: compresses nothing, as in DeepSpeed, and should match a {text}", ConfigWarning, stacklevel=2
             )
         return names
 

@@ -115,6 +115,8 @@ HARMLESS = {
     **dict.fromkeys(("tensorboard", "csv_monitor", "wandb", "comet"), _ENGINE_WRITES),
     "pipeline": "for a PipelineModule, whose engine reads activation_checkpoint_interval",
     "hybrid_engine": "for the engine (fzero.initialize); with a step use fzero.generating(step, state)",
+    "eigenvalue": "DeepSpeed does not read the block either: its eigenvalues belong to quantize_training, where it has "
+    "switched them off; the quantization_period of compression_training counts as given",
     "compile": "the step runs in eager mode, with the same numbers; make_train_step(compile=...) compiles",
     "graph_harvesting": "the step runs in eager mode",
     "zero_optimization.stage3_model_persistence_threshold": "only stage3_param_persistence_threshold decides",
@@ -130,8 +132,6 @@ _REMOVE = "remove it to run without"
 REFUSED = {
     "amp": "use bf16, fp16 or torch_autocast",
     **dict.fromkeys(("weight_quantization", "quantize_training"), _REMOVE),
-    "eigenvalue": "it lengthens the quantization periods of weights by second derivatives, with which DeepSpeed's own "
-    "quantization fails; remove it, and give longer quantization_periods",
     **dict.fromkeys(("tensor_parallel", "expert_parallel", "sequence_parallel_size", "data_parallel_size"), _REMOVE),
     "zero_optimization.cpu_offload": "it must be true, which is offload_optimizer with device 'cpu', or false",
     "aio.use_gds": "files are read and written through host memory; remove it",

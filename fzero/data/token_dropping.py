@@ -178,7 +178,7 @@ class TokenDropping:
             named = dict(zip(kwargs, parts[len(args) :], strict=True))
             return kept.written_back(hidden, forward(*parts[: len(args)], **named), name)
 
-        dropped.fzero_drops = True  # type: ignore[attr-defined]
+        dropped.fzero_bound = True  # type: ignore[attr-defined]
         return dropped
 
 

@@ -36,10 +36,10 @@ from fzero.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from fzero.deepspeed.utils import OnDevice, log_dist, logger
 from fzero.engine.engine import Engine
 from fzero.engine.initialize import initialize
-from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.engine.optimizer import ConfiguredScheduler, WrappingOptimizer
 
 DeepSpeedEngine = Engine
-DeepSpeedOptimizer = EngineOptimizer
+DeepSpeedOptimizer = WrappingOptimizer
 dist = comm
 __version__ = version = git_version_info.version
 """The version of DeepSpeed whose keys and methods these are."""

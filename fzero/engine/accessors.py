@@ -237,7 +237,7 @@ class Accessors(UsesDataEfficiency):
 
     @property
     def _frozen(self) -> set[str]:
-        params = self.train_step.recipe.model.named_parameters(remove_duplicate=False)
+        params = self.train_step.spec.model.named_parameters(remove_duplicate=False)
         return {name for name, param in params if not param.requires_grad}
 
     def consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
@@ -245,7 +245,7 @@ class Accessors(UsesDataEfficiency):
         step = self.active_step()
         full = step.gather(self.state, to="rank0")
         frozen = self._frozen if exclude_frozen_parameters else set()
-        like = {name: x.dtype for name, x in step.recipe.model.named_parameters(remove_duplicate=False)}
+        like = {name: x.dtype for name, x in step.spec.model.named_parameters(remove_duplicate=False)}
         found = {name: x.to(like.get(name, x.dtype)) for name, x in full.items() if name not in frozen}
         return found if step.rank == 0 else None
 

@@ -15,8 +15,21 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 
+class EpochSampler(DistributedSampler[Any]):
+    """torch's sampler, which knows whether a script has set its epoch."""
+
+    is_set = False
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, whose order the next iteration draws. From here on only this call changes it."""
+        super().set_epoch(epoch)
+        self.is_set = True
+
+
 class ResumableLoader:
     """This rank's batches of a dataset, epoch after epoch: each `iter` yields the rest of one epoch.
+
+    A script may set the epoch, `loader.data_sampler.set_epoch(epoch)`. Then each epoch has the order that was set last.
 
     Args:
         dataset: with a length.
@@ -28,6 +41,7 @@ class ResumableLoader:
         collate_fn, num_workers, pin_memory: as for `torch.utils.data.DataLoader`.
 
     Attributes:
+        data_sampler: selects this rank's indices.
         epoch: the present epoch, or the next one.
         num_given: the number of its batches that have been yielded.
     """
@@ -48,10 +62,8 @@ class ResumableLoader:
     ) -> None:
         check_indexed(dataset)
         self.dataset, self.batch_size, self.world_size = dataset, batch_size, world_size
-        self.sampler: DistributedSampler[Any] = DistributedSampler(
-            dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed
-        )
-        self._batches = BatchSampler(self.sampler, batch_size, drop_last)
+        self.data_sampler = EpochSampler(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+        self._batches = BatchSampler(self.data_sampler, batch_size, drop_last)
         self._how = {"collate_fn": collate_fn, "num_workers": num_workers, "pin_memory": pin_memory}
         self.epoch, self.num_given = 0, 0
 
@@ -60,12 +72,14 @@ class ResumableLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.num_given >= len(self):
-            self.epoch, self.num_given = self.epoch + 1, 0
-        self.sampler.set_epoch(self.epoch)
+        sampler, is_over = self.data_sampler, self.num_given >= len(self)
+        following = sampler.epoch if sampler.is_set else self.epoch + is_over
+        if is_over or following != self.epoch:
+            self.epoch, self.num_given = following, 0
+        sampler.epoch = self.epoch
         left = list(islice(self._batches, self.num_given, None))
         # Without its own generator a DataLoader advances the process's random state at each start, so also on resuming.
-        own = torch.Generator().manual_seed(self.sampler.seed + self.epoch)
+        own = torch.Generator().manual_seed(sampler.seed + self.epoch)
         loader: DataLoader[Any] = DataLoader(self.dataset, batch_sampler=left, generator=own, **self._how)  # type: ignore[arg-type]
         for batch in loader:
             self.num_given += 1
@@ -92,7 +106,8 @@ class ResumableLoader:
                 f"training_data: must resume at the beginning of a batch of all ranks, a multiple of {together} samples (batches "
                 f"of {self.batch_size} on {self.world_size} ranks), got {samples}; choose another batch size or number of ranks"
             )
-        self.epoch, self.num_given = state["epoch"], samples // together
+        self.epoch = self.data_sampler.epoch = state["epoch"]
+        self.num_given = samples // together
 
 
 def check_indexed(dataset: Dataset[Any]) -> None:

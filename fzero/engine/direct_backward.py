@@ -68,9 +68,19 @@ class DirectBackward:
 
     def _begin(self, work: ForwardBackward) -> None:
         """Begins the engine's backward, if the one that autograd runs needs gradients of parameters."""
-        visits = running_visits(work)
-        if not visits:
-            return
+        if visits := running_visits(work):
+            self._enter(visits)
+
+    def begin(self, work: ForwardBackward) -> None:
+        """Begins the engine's backward, in which autograd brings a gradient from outside of the forwards."""
+        self._enter(running_visits(work))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether such a backward runs."""
+        return self._open is not None
+
+    def _enter(self, visits: Visits) -> None:
         loss, self._loss = self._loss, None
         if self._scales and loss is None:
             raise RuntimeError(

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.data.loader import CurriculumLoader
+from fzero.engine.call_errors import NO_FORWARD, CallError, check_loss
 from fzero.engine.checkpoints import KeepsFiles
 from fzero.engine.client_optimizers import changed, lr_of
 from fzero.engine.config_keys import EngineKeys
@@ -38,7 +39,9 @@ from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
 from fzero.engine.step_log import CommsLog, StepLog, dtype_of
+from fzero.model.errors import not_trained
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
+from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.ending import end
 from fzero.runtime.finish import Outcome
 from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
@@ -47,21 +50,8 @@ from fzero.step import AccumulationWindow, TrainStep
 from fzero.storage.shard_transfer import read_later
 
 T = TypeVar("T")
-
-
-class CallError(RuntimeError, AssertionError):
-    """A call that does not fit the engine's state. DeepSpeed asserts these, and its scripts catch that."""
-
-
-class LossError(ValueError, AssertionError):
-    """A loss that no backward can begin with; also an AssertionError, as in DeepSpeed."""
-
-
-NO_FORWARD = (
-    "must follow a forward since the last update; call engine(...) first. A part of the module that the script calls by itself "
-    "(a method such as encode_image, a submodule) trains nothing: call it inside the module's forward, which engine(...) runs, "
-    "as in def forward(self, part, *inputs): return getattr(self, part)(*inputs)"
-)
+RUNS = {True: "train", False: "eval"}
+"""The names of the orders of collectives of a forward of the whole module, by its training mode."""
 
 
 class Engine(KeepsFiles, HasTools, nn.Module):
@@ -98,16 +88,16 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
-        self._micro_batch = train_step.recipe.cfg.batch_sizes(train_step.data_world_size).micro
+        self._micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
         self.open_window: AccumulationWindow | None = None
         self._boundary: bool | None = None
         self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
-        self._lacks_loss = self._has_warned = False
+        self._lacks_loss = self._has_warned = self._runs_parts = False
         self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
-        self._direct = DirectBackward(self._collects, scales=train_step.runtime.rules.loss.scales_loss)
+        self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
         check_packages(keys)
         self._monitors = monitors(keys) if train_step.rank == 0 else []
-        says, model = train_step.rank == 0, train_step.recipe.model
+        says, model = train_step.rank == 0, train_step.spec.model
         dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
         self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
         self.comms_log = None
@@ -142,16 +132,18 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
         self._direct.settle()
-        step, window, parts = self.active_step(), self.open_window, self._gas if scale_wrt_gas else 1
+        parts = self._gas if scale_wrt_gas else 1
         self._check_loss("backward", loss)
-        if window is None:
-            raise RuntimeError(f"engine.backward: {NO_FORWARD}")
-        passing = self._others_passing(loss, keeps=retain_graph)
+        window = self._window_for("backward", loss)
+        step, passing = self.active_step(), self._others_passing(loss, keeps=retain_graph)
         with torch.enable_grad():  # the caller may run the backward inside no_grad
             scalar = loss.reshape(())
             scaled = scaled_loss(step.runtime, window, scalar)
             visits = visits_of(scaled, window.work)
-            with self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing):
+            with (
+                self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing),
+                self.outside_grads.expected(window.work, scaled),
+            ):
                 torch.autograd.backward(scaled, retain_graph=retain_graph)
         return loss.detach() / parts
 
@@ -161,21 +153,24 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         It counts for the next backward that the script starts.
         """
         self._check_loss("scale", loss)
-        if self.open_window is None:
-            raise CallError(f"engine.scale: {NO_FORWARD}")
+        window = self._window_for("scale", loss)
         self._direct.scaled(loss.reshape(()))
-        return scaled_loss(self.active_step().runtime, self.open_window, loss)
+        return scaled_loss(self.active_step().runtime, window, loss)
+
+    def _window_for(self, where: str, loss: Tensor) -> AccumulationWindow:
+        """The window of a loss. It begins here if the script has only called parts of the module by themselves."""
+        if self.open_window is None:
+            self.active_step()
+            if not self.outside_grads.are_in(loss):
+                raise CallError(f"engine.{where}: {NO_FORWARD}")
+            self._opened(self._still())
+        assert self.open_window is not None
+        return self.open_window
 
     def _check_loss(self, where: str, loss: Any) -> None:
         if self.optimizer is None:
             raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
-            is_tensor = isinstance(loss, Tensor)
-            given = f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}" if is_tensor else type(loss)
-            raise LossError(
-                f"engine.{where}: needs a scalar loss that depends on the module's parameters, got {given}; "
-                f"output.backward(gradient) takes another tensor"
-            )
+        check_loss(where, loss)
 
     @contextmanager
     def _collects(
@@ -256,6 +251,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.live.check()
         optimizer.settle()
         step = self._following()
+        step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
         overflow = list[Callable[[], int]]()
 
         def sees(outcome: Outcome) -> None:
@@ -351,13 +347,31 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         finally:
             self._is_syncing = True
 
-    def _run(self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
-        """Runs a forward of the module, through its own `__call__` or inside it."""
+    def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Runs a submodule that the script calls by itself, on its inputs as they are."""
+        self._runs_parts = True
+        return self._run(function, inputs, kwargs, part=name)
+
+    @property
+    def repeated(self) -> ForwardBackward | None:
+        """In a backward, while a checkpoint of the script runs such a submodule again: what it runs for. Else None."""
+        if not self._runs_parts or self._is_inside or self.open_window is None:
+            return None
+        work = self.open_window.work
+        return work if work.status == "running" and work.forwards.of_node.run not in RUNS.values() else None
+
+    def _run(
+        self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any], *, part: str | None = None
+    ) -> T:
+        """Runs a forward of the module, through its own `__call__` or inside it; or of a submodule, a `part`."""
         self._direct.settle()
         self.live.check_modules()
-        step, run = self.active_step(), "train" if self.module.training else "eval"
+        step, run = self.active_step(), RUNS[self.module.training]
         dtype = step.runtime.autocast
-        inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
+        if part is None:
+            inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
+        else:
+            dtype, run = None, f"{run} {part!r}"
 
         def call() -> T:
             self._is_inside = True
@@ -370,23 +384,74 @@ class Engine(KeepsFiles, HasTools, nn.Module):
 
         is_func = torch._C._are_functorch_transforms_active()
         trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
-        if step.runtime.observer and trains:
+        if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
             if not trains:
                 return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
-            self.tput_timer.start()
-            assert self.optimizer is not None
-            self.optimizer.settle()
-            still = self.layouts.follow_flags()
-            step = self.train_step
+            still = self._still()
             with self._guarded():
-                if self.open_window is None:
-                    self.open_window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
-                outputs = step.forward(self.open_window, call, run=run, still=still)
+                window = self._opened(still)
+                outputs = self.train_step.forward(window, call, run=run, still=still)
                 self._show_buffers()
-            self._direct.watch(self.open_window.work, outputs)
+            self._direct.watch(window.work, outputs)
             return outputs
+
+    def _still(self) -> frozenset[str]:
+        """Begins to train on a micro-batch; returns the parameters that require no gradients now."""
+        self.tput_timer.start()
+        assert self.optimizer is not None
+        self.optimizer.settle()
+        return self.layouts.follow_flags()
+
+    def _opened(self, still: frozenset[str]) -> AccumulationWindow:
+        """The window since the last update, which begins here if there is none."""
+        if self.open_window is None:
+            step = self.train_step
+            self.open_window = window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
+            window.work.forwards.still = still
+            step.runtime.learned.holds_still |= bool(still)
+            self._direct.watch(window.work, ())
+            self._show_buffers()
+        return self.open_window
+
+    def _takes_outside(self, name: str, grad: Tensor | None) -> bool:
+        """Takes the gradient of a parameter that a loss uses outside of the forwards; returns whether `.grad` is not for it.
+
+        A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
+        """
+        runtime = self.train_step.runtime
+        if (
+            self.optimizer is None
+            or self.is_gathered
+            or runtime.stages is not None
+            or runtime.spec.compress is not None
+        ):
+            if name in self.grads.given or runtime.spec.compress is not None:  # the forward computes with other values
+                raise not_trained(name)
+            return False
+        if self.open_window is None or self.open_window.work.status == "idle":
+            if any(engine.is_collecting for engine in ENGINES if engine is not self):
+                return True
+            with torch.enable_grad():  # autograd runs without
+                window = self._opened(self._still())
+            self._direct.begin(window.work)
+        assert self.open_window is not None
+        self.outside_grads.add(self.open_window.work, name, grad)
+        return True
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether `backward` runs."""
+        return self.open_window is not None and self.open_window.work.status == "running" and not self._direct.is_open
+
+    @contextmanager
+    def _collects_directly(self, visits: Visits, loss: Tensor | None, *, keeps: bool) -> Iterator[None]:
+        """`_collects` for a backward that the script has started."""
+        with self._collects(visits, loss, keeps=keeps):
+            assert self.open_window is not None
+            self.outside_grads.expect(self.open_window.work)
+            yield
 
     def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
         """Runs a forward without gradients; what it writes into module buffers is kept, as by a module alone."""

@@ -29,6 +29,8 @@ class HasTools(Accessors):
     timers: SynchronizedWallClockTimer
     tput_timer: ThroughputTimer
     mpu: Any = None
+    client_optimizer: Any = None
+    """The optimizer that the script gave to `initialize`, or None."""
 
     def _equip(self) -> None:
         """Makes the tools of a new engine."""
@@ -66,7 +68,9 @@ class HasTools(Accessors):
             return ResumableLoader(dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how)
         if data_sampler is None and self.is_map_style_dataset(dataset):
             data_sampler = DistributedSampler(dataset, world_size, rank, shuffle=False)
-        return DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
+        loader: Any = DataLoader(dataset, batch_size=size, sampler=data_sampler, drop_last=drops, **how)
+        loader.data_sampler = loader.sampler  # DeepSpeed's name
+        return loader  # type: ignore[no-any-return]
 
     @staticmethod
     def is_map_style_dataset(obj: Any) -> bool:
@@ -89,11 +93,12 @@ class HasTools(Accessors):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called, or the configuration did it."""
-        return self.train_step.recipe.compile is not None
+        return self.train_step.spec.compile is not None
 
     @property
     def basic_optimizer(self) -> Any:
-        return self.optimizer
+        """The optimizer inside `engine.optimizer`; that itself in stage 0 in fp32."""
+        return getattr(self.optimizer, "optimizer", self.optimizer)
 
     @property
     def data_parallel_group(self) -> Any:

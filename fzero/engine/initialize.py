@@ -27,9 +27,10 @@ from fzero.engine.client_optimizers import Groups, of_optimizer, of_parameters
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.data_efficiency import sampler_of
 from fzero.engine.dataloader import ResumableLoader, check_indexed
+from fzero.engine.deepspeed_optimizers import configured_class
 from fzero.engine.divided_params import check_not_foreign, taken_over
 from fzero.engine.engine import Engine
-from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer
+from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.model.checkpointing import Choice
 from fzero.model.trainability import listed
@@ -123,16 +124,26 @@ def initialize(
         loader = None if training_data is None else _loader(training_data, step, keys, collate_fn)
         state = step.init()
         engine: Engine
-        seen = EngineOptimizer(groups.seen, lambda: engine) if trains else None
-        if seen is not None and isinstance(optimizer, TorchOptimizer):
-            seen.stands_for(optimizer)
-        given = step.recipe.cfg.model_dump() if isinstance(source, Config) else dict(source)
+        given = step.spec.cfg.model_dump() if isinstance(source, Config) else dict(source)
+        seen = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
         )
+    engine.client_optimizer = optimizer
     engine.lr_scheduler = _scheduler(cfg, seen, lr_scheduler, rates, momentum)
     _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _optimizer(
+    step: TrainStep, groups: Groups, given: Any, config: Mapping[str, Any], engine: Callable[[], Engine]
+) -> EngineOptimizer:
+    cfg, client = step.spec.cfg, given if isinstance(given, TorchOptimizer) else None
+    kind = configured_class(config, offloads=cfg.zero_optimization.offload_optimizer is not None)
+    is_16_bit = cfg.fp16.enabled or cfg.bf16.enabled
+    return make_optimizer(
+        groups.seen, engine, stage=step.plan.row.number, is_16_bit=is_16_bit, kind=kind, client=client
+    )
 
 
 def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
@@ -152,16 +163,16 @@ def _log(engine: Engine, keys: EngineKeys) -> None:
 
 
 def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
-    recipe = StepSpec(
+    spec = StepSpec(
         model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, compress=_compression(cfg, model),
         trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
         **how,
     )  # fmt: skip
     if not isinstance(model, PipelineModule):
-        return TrainStep(recipe, bind(None, recipe.device))
+        return TrainStep(spec, bind(None, spec.device))
     num_data = max(1, model.topology().get_dim("data"))
     mesh = Mesh.of(pipe=model.num_stages, data=num_data)
-    return TrainStep(replace(recipe, pipeline=Pipeline()), bind(mesh, recipe.device))
+    return TrainStep(replace(spec, pipeline=Pipeline()), bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
@@ -221,7 +232,7 @@ def check_may_join(required: bool | None) -> None:
 def _loader(
     data: Dataset[Any], step: TrainStep, keys: EngineKeys, collate_fn: Callable[[list[Any]], Any] | None
 ) -> ResumableLoader | CurriculumLoader:
-    cfg = step.recipe.cfg
+    cfg = step.spec.cfg
     _, micro, num_micro = cfg.batch_sizes(step.data_world_size)
     if micro is None:
         raise ConfigError(
@@ -242,7 +253,7 @@ def _loader(
             num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
         )  # fmt: skip
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    in_order = isinstance(step.recipe.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
+    in_order = isinstance(step.spec.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
     return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
 
 

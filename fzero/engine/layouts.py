@@ -67,6 +67,7 @@ class Layouts:
             self._unmixed = flags
         self._seen, self._still = flags, still
         engine.live.follow_flags()
+        engine.outside_grads.watch()
         return still
 
     def divide(self, starts: Mapping[str, int], *, of: str, changed: Collection[str]) -> None:
@@ -116,13 +117,13 @@ class Layouts:
             kind = (starts.get(name, anew), self._engine.live.own[name].requires_grad)
             found[name] = numbers.setdefault(kind, 1 + max(numbers.values(), default=-1))
         old = self._engine.train_step
-        return self.step_of(replace(old.recipe, trained=frozenset(trained), starts=found))
+        return self.step_of(replace(old.spec, trained=frozenset(trained), starts=found))
 
-    def step_of(self, recipe: StepSpec) -> TrainStep:
+    def step_of(self, spec: StepSpec) -> TrainStep:
         """Another step of the same ranks. *Collective:* every rank."""
         engine = self._engine
         with engine.live.shaped():
-            step = TrainStep(recipe, engine.train_step.runtime.ranks)
+            step = TrainStep(spec, engine.train_step.runtime.ranks)
         step.runtime.learned.origin.close()
         return step
 

@@ -9,14 +9,12 @@ torch.optim.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
-from weakref import ref
+from collections.abc import Iterator
 
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
 
 from fzero.engine.param_views import LiveParams
+from fzero.engine.replica_edits import ReplicaEdits
 from fzero.model.errors import not_trained
 from fzero.step import AccumulationWindow, TrainStep
 from sharding.views import unflatten
@@ -27,12 +25,14 @@ class LiveGrads:
 
     Attributes:
         given: by name, those that they show now.
+        edits: what the script has done to gradients of which each rank holds a copy.
     """
 
     def __init__(self, live: LiveParams) -> None:
         self._live = live
         self.given: dict[str, Tensor] = {}
-        self._watched: dict[str, Any] = {}
+        self.edits = ReplicaEdits()
+        self._versions: dict[str, int] = {}  # by name, where ranks hold copies
 
     def show(self, step: TrainStep, window: AccumulationWindow, *, are_reduced: bool) -> None:
         """Shows the gradients of a window, where this rank holds them in full.
@@ -48,22 +48,10 @@ class LiveGrads:
             if param.requires_grad and name not in still:
                 if param.grad is not None:  # of a loss outside the forward
                     raise not_trained(name)
-                if name not in self._watched:
-                    self._watched[name] = node = get_gradient_edge(param).node
-                    node.register_prehook(self._refusing(name))
                 param.grad_dtype = view.dtype
                 param.grad = self.given[name] = view
-
-    def _refusing(self, name: str) -> Callable[[Any], None]:
-        """A hook of what adds a gradient to a parameter: that of a loss outside the forward, which no other rank adds."""
-        own = ref(self)  # autograd's node keeps the hook, and Python's collector does not see it there
-
-        def refuse(grads: Any) -> None:
-            grads_of = own()
-            if grads_of is not None and name in grads_of.given:
-                raise not_trained(name)
-
-        return refuse
+                if are_reduced and step.world_size > 1:
+                    self._versions[name] = view._version
 
     @property
     def are_dropped(self) -> bool:
@@ -78,15 +66,19 @@ class LiveGrads:
             ValueError: one was replaced by a tensor of another layout.
         """
         given, self.given, dropped = self.given, {}, set()
+        versions, self._versions = self._versions, {}
         for name, view in given.items():
             param = self._live.own[name]
             now, param.grad = param.grad, None
             param.grad_dtype = param.dtype
+            is_changed = name in versions and (now is not view or view._version != versions[name])
             if now is None:
                 view.zero_()
                 dropped.add(name)
             elif now is not view:
                 view.copy_(now.to_dense() if now.is_sparse else now)
+            if is_changed:
+                self.edits.note(f"{name}.grad", "None" if now is None else view)
         return frozenset(dropped)
 
     def drop(self, *, to_none: bool) -> None:

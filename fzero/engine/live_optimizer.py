@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from fzero.engine.replica_edits import ReplicaEdits
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.plan import starts_of
 from fzero.resharding import parameters as whole
@@ -84,12 +85,16 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
     Args:
         engine: returns the engine.
+
+    Attributes:
+        edits: what the script has done to state of which each rank holds a copy: all of it in stage 0, counts in every stage.
     """
 
     def __init__(self, engine: Callable[[], Engine]) -> None:
         self._of = engine
         self._anew: set[str] = set()  # begin anew, once their count is written
         self._counts: dict[str, float] = {}  # set by the script, and not written yet
+        self.edits = ReplicaEdits()
         self._shown: dict[str, Tensor] = {}  # counts that the script holds, into which it may write
 
     # --- as a mapping ------------------------------------------------------------------------------------------------
@@ -174,8 +179,11 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
                 f"optimizer.state[{name!r}][{key!r}]: is in a file, and has no tensor in memory; call "
                 f"safe_get_local_optimizer_state and safe_set_local_optimizer_state of fzero.deepspeed.utils, or assign a value"
             )
-        is_whole = self._home(name).flow.updates != "shard"
-        return found.view(engine.live.own[name].shape) if is_whole else found
+        if self._home(name).flow.updates == "shard":
+            return found
+        shown = found.view(engine.live.own[name].shape)
+        self.edits.show(_called(name, key), found, shown)
+        return shown
 
     def write(self, name: str, key: str, value: Any) -> None:
         """Sets one of a parameter's tensors."""
@@ -193,7 +201,10 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         if name in self._anew:
             self._anew.discard(name)
             self._counts[name] = 0.0
-        whole.with_local_optimizer_state(self._step, self._of().state, name, key, torch.as_tensor(value))
+        given = torch.as_tensor(value)
+        whole.with_local_optimizer_state(self._step, self._of().state, name, key, given)
+        if self._home(name).flow.updates != "shard":
+            self.edits.note(_called(name, key), given)
 
     def restart(self, names: Iterable[str]) -> None:
         """The moments of some parameters begin anew, at once; their counts before the next forward or update."""
@@ -214,10 +225,13 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         Raises:
             RuntimeError: they do, and gradients were collected since the last update.
         """
+        self.edits.look()
         if not (self._anew or self._counts or self._shown):
             return
         if not (changed := self._changed()):
             return
+        for name, count in changed.items():
+            self.edits.note(_called(name, STEP), str(count))
         left = self._write_counts(changed)
         if left:
             engine, starts = self._of(), starts_of(self._step.plan)
@@ -255,12 +269,13 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
 
     def refresh(self) -> None:
         """Writes the present counts into the tensors that the script holds: after an update."""
+        self.edits.updated()
         for name, shown in self._shown.items():
             shown.fill_(self._count(name))
 
     def forget(self) -> None:
         """Drops what was set and not written: another state was loaded."""
-        self._anew, self._counts, self._shown = set(), {}, {}
+        self._anew, self._counts, self._shown, self.edits = set(), {}, {}, ReplicaEdits()
 
     @contextmanager
     def keeping(self, names: Collection[str]) -> Iterator[None]:
@@ -321,3 +336,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
                 f"optimizer.state, or over engine.module.parameters()"
             )
         return name
+
+
+def _called(name: str, key: str) -> str:
+    return f"optimizer.state[{name}][{key}]"

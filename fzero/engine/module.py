@@ -19,7 +19,9 @@ from fzero.engine.accessors import Accessors
 from fzero.engine.layouts import Layouts
 from fzero.engine.live_buffers import LiveBuffers
 from fzero.engine.live_grads import LiveGrads
+from fzero.engine.outside_grads import OutsideGrads
 from fzero.engine.param_views import ENGINES, LiveParams
+from fzero.engine.parts import hold_parts, release_parts
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
 from fzero.step import AccumulationWindow, TrainStep
@@ -57,10 +59,12 @@ class HoldsModule(Accessors):
     module: nn.Module
     live: LiveParams
     grads: LiveGrads
+    outside_grads: OutsideGrads
     live_buffers: LiveBuffers
     open_window: AccumulationWindow | None
     _run: Callable[..., Any]
     """The forward of `Engine`."""
+    _takes_outside: Callable[[str, Tensor | None], bool]
     layouts: Layouts
     _is_inside = is_gathered = _is_away = False
 
@@ -70,11 +74,15 @@ class HoldsModule(Accessors):
         self.train_step.runtime.learned.origin.close()  # from here on the module's parameters are views of the state
         self.live = LiveParams(module, self.train_step.plan, self.train_step.data_rank)
         self.grads = LiveGrads(self.live)
+        self.outside_grads = OutsideGrads(self.live, self._takes_outside)
         self.layouts = Layouts(self, held)
         self.live_buffers = LiveBuffers(module, self.train_step.plan)
         self._own_forward = {k: v for k, v in module.__dict__.items() if k == "forward"}
         module.__dict__["forward"] = _Forward(self, module)
+        if self.train_step.plan.row.shards("params") and self.train_step.spec.compile is None:
+            hold_parts(self, module)
         self.show_state()
+        self.outside_grads.watch()
         ENGINES.add(self)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -106,6 +114,15 @@ class HoldsModule(Accessors):
             raise AttributeError(
                 f"engine: has no attribute {name!r}, nor has its module ({error}); docs/deepspeed.md lists its attributes"
             ) from None
+
+    @property
+    def has_values(self) -> bool:
+        """Whether a submodule that the script calls runs by itself, on the values that its parameters have."""
+        return self.is_gathered or bool(self.live.shown) or not self.live.is_away or self.live.is_replaced
+
+    def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Of `Engine`."""
+        raise NotImplementedError
 
     @contextmanager
     def gathered(self, names: Sequence[str] | None = None) -> Iterator[dict[str, Tensor]]:
@@ -150,6 +167,7 @@ class HoldsModule(Accessors):
             raise ValueError(
                 f"engine.compile: takes a backend and no other arguments, got {compile_kwargs or others}; leave them out"
             )
+        release_parts(self.module)  # compiled code would run through them
         self._remake(compile="block", compile_backend=backend)
 
     def random_ltd_initialize(self) -> None:
@@ -160,8 +178,8 @@ class HoldsModule(Accessors):
         self._remake(drop=dropping_of(self.module))
 
     def _remake(self, **changes: Any) -> None:
-        """Goes on with a step of a changed recipe, which has the same states. *Collective:* every rank."""
-        self.train_step = self.layouts.step_of(replace(self.train_step.recipe, **changes))
+        """Goes on with a step of a changed spec, which has the same states. *Collective:* every rank."""
+        self.train_step = self.layouts.step_of(replace(self.train_step.spec, **changes))
         if self.comms_log is not None:
             self.train_step = self.train_step.observed(self.comms_log)
 
@@ -219,9 +237,11 @@ class HoldsModule(Accessors):
     def destroy(self) -> None:
         """Releases the state, and restores the module with the weights that this rank holds in full; a second call is none."""
         self.close_window()
+        release_parts(self.module)
         self.module.__dict__.pop("forward", None)
         self.module.__dict__.update(self._own_forward)
         self.live.close()
+        self.outside_grads.close()
         self.__dict__.pop("state", None)
         self._is_away, self._monitors = True, []
 

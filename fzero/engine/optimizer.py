@@ -7,6 +7,7 @@ which a scheduler of `torch.optim.lr_scheduler`, the configuration's scheduler o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -81,7 +82,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, groups: Sequence[Hyper], engine: Callable[[], Engine]) -> None:
-        super().__init__(groups, {})  # type: ignore[arg-type]
+        torch.optim.Optimizer.__init__(self, groups, {})  # type: ignore[arg-type]  # not that of another base
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         self.overflow = False
         self._state = OptimizerState(engine)
@@ -140,11 +141,6 @@ class EngineOptimizer(torch.optim.Optimizer):
     @property
     def clip_grad(self) -> float:
         return self._engine().gradient_clipping()
-
-    @property
-    def optimizer(self) -> EngineOptimizer:
-        """This one: there is no other below it."""
-        return self
 
     @property
     def parameter_offload(self) -> ParameterOffload:
@@ -211,6 +207,79 @@ class EngineOptimizer(torch.optim.Optimizer):
             f"engine.optimizer: has no {name!r}, for the flat buffers and hooks of DeepSpeed's optimizers are not here; "
             f"fzero.deepspeed.utils.safe_get_full_… reads weights, gradients and optimizer state, and engine.step() updates"
         )
+
+
+class WrappingOptimizer(EngineOptimizer):
+    """`engine.optimizer` where DeepSpeed wraps the script's optimizer, or the configured one: but in stage 0 in fp32.
+
+    Attributes:
+        optimizer: the wrapped one; the script's own, or one of the class that the configuration names. It shows the same groups
+            and state.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.stands_for(optimizer)
+
+
+class ZeroOptimizer(WrappingOptimizer):
+    """`engine.optimizer` of stages 1 to 3."""
+
+
+class ZeroOptimizer12(ZeroOptimizer):
+    """`engine.optimizer` of stages 1 and 2."""
+
+
+class ZeroOptimizer3(ZeroOptimizer):
+    """`engine.optimizer` of stage 3."""
+
+
+class _Shown(torch.optim.Optimizer):
+    """A base of a wrapped optimizer that the engine has made."""
+
+    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
+        raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
+
+
+@cache
+def _both(cls: Any, other: Any) -> Any:
+    """A class that is both, under the second's name; the methods of the first count."""
+    if issubclass(cls, other):
+        return cls
+    make: Any = type(other)
+    return make(other.__name__, (cls, other), {"__module__": other.__module__, "__doc__": cls.__doc__})
+
+
+def make_optimizer(
+    groups: Sequence[Hyper],
+    engine: Callable[[], Engine],
+    *,
+    stage: int,
+    is_16_bit: bool,
+    kind: type[torch.optim.Optimizer],
+    client: torch.optim.Optimizer | None = None,
+) -> EngineOptimizer:
+    """The optimizer that `initialize` returns, of the class that DeepSpeed's is in this stage.
+
+    Args:
+        kind: the class that the configuration names.
+        client: the script's own optimizer.
+    """
+    shown: Any = kind if client is None else type(client)
+    if stage == 0 and not is_16_bit:
+        found: EngineOptimizer = _both(EngineOptimizer, shown)(groups, engine)
+        if client is not None:
+            found.stands_for(client)
+        return found
+    wrapping = (WrappingOptimizer, ZeroOptimizer12, ZeroOptimizer12, ZeroOptimizer3)[stage](groups, engine)
+    if client is None:
+        made: Any = _both(_Shown, shown)
+        client = made.__new__(made)
+        torch.optim.Optimizer.__init__(client, wrapping.param_groups, {})  # the class's own would add to the groups
+    wrapping.wrap(client)
+    return wrapping
 
 
 class ConfiguredScheduler:

@@ -52,7 +52,7 @@ class PartitionedParameter(nn.Parameter):
             found = next((x for x in given if isinstance(x, PartitionedParameter)), None)
             raise PartitionedParameterError(
                 f"parameter {getattr(found, 'fzero_name', '')!r}: is sharded over the ranks and has no values here, and "
-                f"{used or func} needs them; compute inside the engine's forward, or on all ranks inside "
+                f"{used or func} needs them; call its module on all ranks, compute inside the engine's forward, or inside "
                 f"`with fzero.deepspeed.zero.GatheredParameters(...)`; engine.gathered() returns a dict of all, for "
                 f"torch.func.functional_call, and engine.save_16bit_model writes them"
             )

@@ -156,7 +156,7 @@ class PipelineEngine(Engine):
         """Sets the number of micro-batches of a step from here on."""
         super().set_train_batch_size(train_batch_size)
         step = self.train_step
-        program, pipeline, number = step.runtime.runs, step.recipe.pipeline, self.micro_batches
+        program, pipeline, number = step.runtime.runs, step.spec.pipeline, self.micro_batches
         assert isinstance(program, PipelineProgram)
         order: Any = getattr(pipeline, "order", None)
         program = replace(program, order=plan_order(order, self.num_stages, number))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -11,6 +12,7 @@ import torch
 
 from fzero.config.config import Config
 from fzero.engine.config_keys import EngineKeys
+from fzero.engine.deepspeed_config import DeepSpeedConfig
 from fzero.engine.settings_table import ATTRIBUTES, CONSTANT, GIVEN, REFUSED, look_up
 from fzero.step import TrainStep
 from sharding.views import torch_dtype
@@ -34,7 +36,12 @@ class Settings:
 
     @property
     def cfg(self) -> Config:
-        return self.train_step.recipe.cfg
+        return self.train_step.spec.cfg
+
+    @cached_property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration under DeepSpeed's names; `engine.config` is what the script gave."""
+        return DeepSpeedConfig(self.config, engine=self)
 
     zero_optimization_stage = _reads(int, "train_step.plan.row.number")
     zero_optimization = _reads(bool, "train_step.plan.row.number")

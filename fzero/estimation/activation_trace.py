@@ -35,7 +35,8 @@ from fzero.model.binding import bound
 from fzero.model.changes import attributes_kept, replaced_forwards
 from fzero.model.checkpointing import Moves, Site, checkpointed, choose_modules
 from fzero.plans.machine_model import MachineModel, OperatorKind
-from fzero.plans.plan import Plan, plan
+from fzero.plans.plan import Plan
+from fzero.plans.plan_spec import plan
 from fzero.plans.units import blocks_of
 from fzero.runtime.batches import map_tensors, without_memory
 from fzero.runtime.loss import LossFn, loss_of

@@ -32,7 +32,8 @@ from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
-from fzero.plans.plan import Plan, plan
+from fzero.plans.plan import Plan
+from fzero.plans.plan_spec import plan
 from fzero.runtime.loss import LossFn
 from sharding import Mesh
 from sharding.dtypes import itemsize

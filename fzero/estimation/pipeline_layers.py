@@ -24,7 +24,8 @@ from fzero.pipeline.layers import StageLayers, TiedLayerSpec
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.partition import LayerCost
 from fzero.plans.machine_model import MachineModel
-from fzero.plans.plan import Plan, plan
+from fzero.plans.plan import Plan
+from fzero.plans.plan_spec import plan
 
 
 @dataclass(frozen=True, slots=True)

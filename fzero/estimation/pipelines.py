@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     class Pipelined(Protocol):
         """The members of a train step that are read here."""
 
-        recipe: StepSpec
+        spec: StepSpec
         runtime: StepRuntime
         mesh: Mesh
 
@@ -300,12 +300,12 @@ def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | Non
         raise ValueError(
             "explain: needs a batch of (inputs, labels) for a pipeline, got none; pass one, possibly on meta"
         )
-    recipe, run = step.recipe, step.runtime
+    spec, run = step.spec, step.runtime
     first = next(iter(run.batches.split(batch)))
-    pipe: Any = recipe.pipeline
-    model, order, bounds = pipe.division(recipe, step.mesh)
+    pipe: Any = spec.pipeline
+    model, order, bounds = pipe.division(spec, step.mesh)
     device: Device = "cuda" if run.device.type == "cuda" else "cpu"
-    traced = TracedLayers(model, of_stages(recipe.cfg), first, machine, loss_fn=recipe.loss_fn, device=device)
+    traced = TracedLayers(model, of_stages(spec.cfg), first, machine, loss_fn=spec.loss_fn, device=device)
     return _planned(traced, traced.of(step.mesh.size // order.stages), order, bounds)
 
 

@@ -66,7 +66,7 @@ def generating(
         )
     check_whole(step, "generating")
     step.runtime.check_state(state)
-    model, dtype = step.recipe.model, step.runtime.autocast
+    model, dtype = step.spec.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
         with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:

@@ -48,10 +48,10 @@ class CompiledBlocks:
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=compiler, options=options or None)
 
     @classmethod
-    def of(cls, recipe: StepSpec) -> Self:
+    def of(cls, spec: StepSpec) -> Self:
         """The blocks that a step compiles."""
-        num_lengths = 0 if recipe.drop is None else len(recipe.drop.lengths)
-        return cls(recipe.blocks_to_compile, recipe.compile_backend, num_lengths=num_lengths)
+        num_lengths = 0 if spec.drop is None else len(spec.drop.lengths)
+        return cls(spec.blocks_to_compile, spec.compile_backend, num_lengths=num_lengths)
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:

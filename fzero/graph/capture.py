@@ -161,7 +161,7 @@ class CompiledStep:
         self.checkpoint = () if run.checkpointing is None else tuple(run.checkpointing.names)
         self.backend, self.options = backend, pass_options(run.plan)
         self.axes, self.graphs = self.functions.axes, list[Graph]()
-        drop, axis = run.recipe.drop, run.ranks
+        drop, axis = run.spec.drop, run.ranks
         self._runtime, self._stacked = run, stacked
         self.most_graphs = MOST_GRAPHS + (0 if drop is None else len(drop.lengths))
         self._units = {buffer.key: unit.name for unit in run.plan.units for buffer in unit.buffers}
@@ -227,15 +227,15 @@ class CompiledStep:
         """Runs one of the `StepFunctions`, captured if need be. Only the `further` arguments may differ in their shapes."""
         function = getattr(self.functions, name)
         length = 0
-        if self._runtime.recipe.drop is not None and name in ("full_step", "gradients", "micro_step"):
-            self.functions.model.length = length = self._runtime.recipe.drop.length(int(state.step.reshape(-1)[0]))
+        if self._runtime.spec.drop is not None and name in ("full_step", "gradients", "micro_step"):
+            self.functions.model.length = length = self._runtime.spec.drop.length(int(state.step.reshape(-1)[0]))
         if self.backend is None:
             return function(state, *further)
         kind, known = ArgumentKind.of((further, length)), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
-                raise too_often(type(self._runtime.recipe.model).__name__, self.most_graphs, known[-1].misfit(kind))
+                raise too_often(type(self._runtime.spec.model).__name__, self.most_graphs, known[-1].misfit(kind))
             compiled = self._compile(function, (state, *further), kind)
             known.append(compiled)
         tensors = [x for x in optree.tree_leaves((state, *further)) if isinstance(x, Tensor)]
@@ -243,7 +243,7 @@ class CompiledStep:
         with (
             torch.no_grad(),
             torch.autocast(self._runtime.device.type, enabled=False),
-            in_collectives(type(self._runtime.recipe.model).__name__),
+            in_collectives(type(self._runtime.spec.model).__name__),
         ):
             result = compiled.traced.call(compiled.run, tensors)
         for observe in self._observers:
@@ -262,16 +262,16 @@ class CompiledStep:
             check_draws_nothing(graph)
         self.graphs.append(graph)
         if self._runtime.ranks.rank == 0:
-            name, stage = type(self._runtime.recipe.model).__name__, self._runtime.plan.stage
+            name, stage = type(self._runtime.spec.model).__name__, self._runtime.plan.stage
             what = f"a step of {name} in stage {stage} with {self.backend}"
             print(f"fzero: compiled {what} in {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
         return Compiled(kind, traced, runner, graph, sent_in(graph, self.axes))
 
     def _trace(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Traced:
-        recipe = self._runtime.recipe
-        functions = () if recipe.loss_fn is None else (recipe.loss_fn,)
-        with in_one_graph(type(recipe.model).__name__):
-            traced = trace(function, arguments, recipe.model, self.checkpoint, functions, held=recipe.held or ())
+        spec = self._runtime.spec
+        functions = () if spec.loss_fn is None else (spec.loss_fn,)
+        with in_one_graph(type(spec.model).__name__):
+            traced = trace(function, arguments, spec.model, self.checkpoint, functions, held=spec.held or ())
         for node, path in zip(traced.graph.find_nodes(op="placeholder"), traced.paths, strict=False):
             if path[0] == 0 and path[2:]:  # a dict of the state
                 unit = self._units.get(path[2])
@@ -281,7 +281,7 @@ class CompiledStep:
     def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
         numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
-        self.functions.model.length = 0 if self._runtime.recipe.drop is None else self._runtime.recipe.drop.length(0)
+        self.functions.model.length = 0 if self._runtime.spec.drop is None else self._runtime.spec.drop.length(0)
         if len(micro_batches) == 1:
             return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
         known: dict[ArgumentKind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph

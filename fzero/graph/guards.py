@@ -123,13 +123,12 @@ class Guard:
                 if at not in read and at[0] in names and _is_of_the_user(sys._getframe(1).f_globals):
                     read.add(at)
                     for each in own.keys() - set(_OF_THE_STATE):
-                        guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
-            elif at not in read and at[0] in names and key not in _OF_THE_STATE:
-                is_replaced = key == "forward" and hasattr(own.get(key), "fzero_drops")  # only while a step runs
-                if not is_replaced:
-                    read.add(at)
-                    if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
-                        guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
+                        if not _is_of_a_step(own[each]):
+                            guard._record(Place(own, each, f"{names[at[0]]}.{each}"))
+            elif at not in read and at[0] in names and key not in _OF_THE_STATE and not _is_of_a_step(own.get(key)):
+                read.add(at)
+                if not any(key in own[slots] for slots in _OF_THE_STATE[:3]):
+                    guard._record(Place(own, key, f"{names[at[0]]}.{key}"))
             return get(self, key)
 
         nn.Module.__getattribute__ = access  # type: ignore[method-assign, assignment]
@@ -137,6 +136,11 @@ class Guard:
             yield guard
         finally:
             del nn.Module.__getattribute__
+
+    @property
+    def functions(self) -> list[FunctionType]:
+        """The functions of the user on the way, and the forwards of installed packages."""
+        return [x for x in self._followed.values() if isinstance(x, FunctionType)]
 
     def changed(self) -> str | None:
         """A text about one value that has changed since; None if none has."""
@@ -249,7 +253,7 @@ class Guard:
         self._followed[id(function)] = function
         for key, held in self._hold(function.__name__, function):
             self._follow(held, f"{function.__name__}.{key}")
-        names = _names(function.__code__)
+        names = names_of_code(function.__code__)
         for name in sorted(names & function.__globals__.keys()):
             self._record(Place(function.__globals__, name, name))
             if isinstance(value := function.__globals__[name], ModuleType):
@@ -289,7 +293,7 @@ class Guard:
             called = called.fget if isinstance(called, property) else called
             if isinstance(called, FunctionType):
                 self._follow_function(called)
-                names |= _names(called.__code__)
+                names |= names_of_code(called.__code__)
 
 
 class _Cell(dict[str, Any]):
@@ -335,6 +339,11 @@ _ATTENTION = [
 ]
 
 
+def _is_of_a_step(value: Any) -> bool:
+    """Whether a module has this attribute only while a step runs."""
+    return isinstance(value, FunctionType | MethodType) and hasattr(value, "fzero_bound")
+
+
 def _is_of_the_user(scope: Mapping[str, Any]) -> bool:
     """Whether the globals of a function are those of a module that is not installed."""
     return scope is not _OF_MODULES and not is_installed(sys.modules.get(scope.get("__name__", ""), torch))
@@ -358,8 +367,8 @@ def _text(value: Any) -> str:
     )
 
 
-def _names(code: CodeType) -> set[str]:
+def names_of_code(code: CodeType) -> set[str]:
     """The names that code may read from its globals, its inner functions' too, and the texts in it, for `getattr`."""
-    inner = [_names(x) for x in code.co_consts if isinstance(x, CodeType)]
+    inner = [names_of_code(x) for x in code.co_consts if isinstance(x, CodeType)]
     texts = (x for x in code.co_consts if isinstance(x, str))
     return {*code.co_names, *texts}.union(*inner)

@@ -8,7 +8,7 @@ Shape letters: P padded elements of a flat buffer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 import torch.fx.traceback
-from torch import Tensor, nn
-from torch.nn.utils.stateless import _reparametrize_module
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import Tensor
 
 from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
@@ -27,35 +25,18 @@ from fzero.comms.stacked import Stacked
 from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
 from fzero.graph.remat import BACKWARD, SEEN
-from fzero.graph.tracing import alone, has_changed
-from fzero.model.errors import INSIDE, UNRELATED, late, marked, of_own_class, was_changed, wrong_kind
-from fzero.model.fetched_parameters import FetchedParameters, marks_of, new_marks
-from fzero.model.own_params import Substitutes, check_no_hooks, own_class, shape_and_dtype, substituted
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.graph.tracing import alone, has_changed, memory_of
+from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
+from fzero.model.fetched_parameters import marks_of, new_marks
+from fzero.model.own_params import check_unchanged, own_class
+from fzero.runtime.loss import loss_of
+from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
 from fzero.verbs import start_gather
 
 See = Callable[[str], Tensor]
-
-
-class WithLoss(nn.Module):
-    """The model and its loss as one module, for `functional_call`."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn | None, **how: Any) -> None:
-        super().__init__()
-        self.model, self.loss_fn, self.how = model, loss_fn, how
-        self.inside: Callable[[], AbstractContextManager[None]] = nullcontext
-        """The context in which the model runs."""
-
-    def forward(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        with self.inside():
-            return loss_of(self.model, self.loss_fn, batch, **self.how)
-
-    def __call__(self, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """Without the hooks of all modules: to the user this is no module."""
-        return self.forward(batch)
 
 
 class ModelInGraph:
@@ -70,29 +51,15 @@ class ModelInGraph:
     """
 
     def __init__(self, run: StepRuntime, mesh: AxisMesh[Any], ranks: OneRank | Stacked) -> None:
-        recipe, plan, model = run.recipe, run.plan, run.recipe.model
-        self._run, self._compress, self.length = run, recipe.compress or CompressionPlan(), 0
+        spec, plan = run.spec, run.plan
+        self._run, self._compress, self.length = run, spec.compress or CompressionPlan(), 0
         self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
-        # If a module has two names, its tensors are passed under one: functional_call cannot restore an attribute that it sets
-        # twice.
-        slots: set[str] = set()
-        for name, module in model.named_modules():
-            for listed in (module.named_parameters, module.named_buffers):
-                slots.update(key for key, _ in listed(name, recurse=False, remove_duplicate=False))
-        self._aliases = {alias: owner for alias, owner in plan.aliases.items() if alias in slots}
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
-        self._module = WithLoss(model, recipe.loss_fn, reduces_by_sum=not self._rules.is_mean, **how)
-        # Weak references: a model may be moved to `meta` to free its own parameters.
-        self._own = WeakTensorKeyDictionary({param: name for name, param in model.named_parameters()})  # type: ignore[no-untyped-call]
-        self._compressed = [(module, names) for module in model.modules() if (names := self._names_in(module))]
-        self._recurrent = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
-
-    def _names_in(self, module: nn.Module) -> dict[str, str]:
-        """The names of a module's own compressed parameters, by key."""
-        names = {key: self._own[param] for key, param in module._parameters.items() if param is not None}
-        return {key: name for key, name in names.items() if name in self._compress.params}
+        self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
+            loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
+        )
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
@@ -100,18 +67,26 @@ class ModelInGraph:
         with (
             torch.no_grad(),
             self._ranks.drawing(),
-            self._unchanged(self._ranks.each(self._cut)(state.params)) as tensors,
+            self._unchanged(self._ranks.each(self._cut)(state.params), state.buffers) as tensors,
         ):
             return forward(tensors, state.buffers, batch, state.step, torch.zeros_like(state.step))
 
     @contextmanager
-    def _unchanged(self, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Raises ParameterError if the body changes parameters."""
-        versions = {name: tensor._version for name, tensor in tensors.items()}
+    def _unchanged(self, tensors: dict[str, Tensor], buffers: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Raises ParameterError if the body changes parameters or their flags, or one of two buffers that share memory."""
+        versions = {name: x._version for name, x in (tensors | dict(buffers)).items()}
+        flags = {name: x.requires_grad for name, x in tensors.items()}
         yield tensors
-        changed = [name for name, tensor in tensors.items() if has_changed(tensor)]
-        if changed or any(tensor._version != versions[name] for name, tensor in tensors.items()):
-            raise was_changed(changed[0] if changed else None)
+
+        def changed(given: Mapping[str, Tensor]) -> list[str]:
+            return [name for name, x in given.items() if has_changed(x) or x._version != versions[name]]
+
+        if found := changed(tensors):
+            raise was_changed(found[0])
+        for name, x in tensors.items():
+            if x.requires_grad != flags[name]:
+                raise flag_changed(name)
+        check_unchanged(changed(buffers), self._run.learned.sharing)
 
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor
@@ -140,7 +115,7 @@ class ModelInGraph:
                 loss = loss.to(torch.promote_types(loss.dtype, torch.float32)) * scale
             return loss, row
 
-        with self._ranks.drawing(), self._unchanged(tensors):
+        with self._ranks.drawing(), self._unchanged(tensors, state.buffers):
             loss, row = self._ranks.each(forward)(
                 tensors, state.buffers, batch, state.step, numbers, state.loss_scale.scale
             )
@@ -148,7 +123,7 @@ class ModelInGraph:
             raise RuntimeError(INSIDE)
         with (
             torch.fx.traceback.annotate(BACKWARD),
-            self._in_backward({**tensors, **state.buffers}, state.step, numbers),
+            self._in_backward(tensors, state.buffers, state.step, numbers),
         ):
             # Each simulated rank has a loss of its own, and that loss has no gradient in another rank's parameters. Not
             # `torch.autograd.grad`: it leaves out what is no way to a leaf, and so a backward inside this one (reentrant
@@ -185,125 +160,78 @@ class ModelInGraph:
         def see(name: str) -> Tensor:
             if name not in found:
                 with torch.fx.traceback.annotate(SEEN):
-                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._run.device), tensors))
+                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._run.device), tensors), name)
             return found[name]
 
         return see
 
     def _dropping(self, n: Tensor, micro: Tensor) -> AbstractContextManager[None]:
         """In the body, the layers that drop tokens do so."""
-        if self._run.recipe.drop is None:
+        if self._run.spec.drop is None:
             return nullcontext()
         from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
 
         rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._run.rank
         draw = Draw(self.length, n.to(self._run.device), micro.to(torch.int64), rank, self._run.plan.num_micro_steps)
-        return replacing(self._module.model, self._run.recipe.drop, lambda: draw)
-
-    @contextmanager
-    def _seeing(self, see: See, n: Tensor, micro: Tensor) -> Iterator[None]:
-        """In the body, modules read compressed parameters through `see`, inputs are quantized where the plan says so, and layers
-        drop tokens.
-        """
-        slots = [(module, module._parameters) for module, _ in self._compressed]
-        try:
-            for module, names in self._compressed:
-                module.__dict__["_parameters"] = FetchedParameters(module._parameters, dict(names), see)
-            with self._quantizing(n), self._dropping(n, micro):
-                yield
-        finally:
-            for module, own in slots:
-                now = module._parameters
-                module.__dict__["_parameters"] = own
-                own.update(
-                    {key: dict.__getitem__(now, key) for key in now}
-                )  # a parameter that the model assigned is found
+        return replacing(self._run.spec.model, self._run.spec.drop, lambda: draw)
 
     def _quantizing(self, n: Tensor) -> AbstractContextManager[None]:
         """In the body, modules see quantized inputs, if the plan says so."""
         if not self._compress.inputs:
             return nullcontext()
-        return quantized_inputs(self._module.model, self._compress, n.to(self._run.device))
+        return quantized_inputs(self._run.spec.model, self._compress, n.to(self._run.device))
 
     def _forward(
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
     ) -> tuple[Tensor, Tensor | None]:
         """The loss, and its weight if it is a sum; writes the `buffers` that the model changes."""
-        tensors = {**{name: as_parameter(tensor) for name, tensor in tensors.items()}, **buffers}
-        for name, own in chain(self._module.model.named_parameters(), self._module.model.named_buffers()):
+        model = self._run.spec.model
+        for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
                 raise of_own_class(name, kind)
-            if (given_as := self._aliases.get(name, name)) in tensors:  # caches belong to their module
-                attributes = vars(tensors[given_as])
-                attributes.update(marks_of(own))
-                attributes["fzero_marks"] = {**attributes}
-        given, kinds = self._named(tensors), {name: shape_and_dtype(buffer_) for name, buffer_ in buffers.items()}
-        see = self._see(tensors, n)
-        self._module.inside = partial(self._seeing, see, n, micro)
-        with self._reads_from(tensors, see, lambda name: given[f"model.{name}"]):
-            loss, weight = torch.func.functional_call(self._module, given, (batch,), tie_weights=False)
-        for name, tensor in tensors.items():
-            if given[f"model.{name}"] is not tensor and name not in buffers:
-                raise late("parameter", name)
-            if found := new_marks(tensor):
-                raise marked("buffer" if name in buffers else "parameter", name, found[0])
-        _check_no_late_buffers(self._module.model, self._aliases, buffers)
-        for module in self._recurrent:  # an RNN's list of weights would keep the graph's tensors alive
-            module._init_flat_weights()
-        for name, buffer_ in buffers.items():
-            now = given[f"model.{name}"]  # functional_call leaves the tensor here that the model assigned to the buffer
-            if kinds[name] != shape_and_dtype(now):
-                raise wrong_kind(name, kinds[name], shape_and_dtype(now))
-            if now is not buffer_:
-                buffer_.copy_(now.detach())
+        before = {
+            name: marks_of(as_parameter(x, name) if name in tensors else x)
+            for name, x in chain(tensors.items(), model.named_buffers())
+        }
+        with self._bound(tensors, buffers, n, micro):
+            loss, weight = self._loss_of(batch)
+        if found := [name for name, x in tensors.items() if x._backward_hooks]:
+            raise has_hook(found[0])
+        for name, x in chain(tensors.items(), model.named_buffers()):
+            if found := [key for key in new_marks(x) if key not in before.get(name, ())]:
+                raise marked("parameter" if name in tensors else "buffer", name, found[0])
         return loss, weight
 
-    def _named(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors by their names in `_module`; adds those of aliases to `tensors`."""
-        for alias, owner in self._aliases.items():
-            tensors[alias] = tensors[owner]
-        return {f"model.{name}": tensor for name, tensor in tensors.items()}
-
     @contextmanager
-    def _in_backward(self, tensors: dict[str, Tensor], n: Tensor, numbers: Tensor) -> Iterator[None]:
-        """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with `tensors`, too."""
-        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
-            yield
-            return
-        see = self._see(tensors, n)
-        with (
-            _reparametrize_module(self._module, self._named(tensors)), self._reads_from(tensors, see, tensors.__getitem__),
-            self._seeing(see, n, numbers[2]),
-        ):  # fmt: skip
-            yield
-
-    @contextmanager
-    def _reads_from(self, tensors: Mapping[str, Tensor], see: See, buffer: See) -> Iterator[None]:
-        """In the body, the module's own parameters are read as `tensors`, or as `see` gives them; held buffers by `buffer`."""
-        own: dict[int, Tensor] = {id(param): param for param in self._module.parameters()}
-        names = dict[int, str]()
-        for param, name in self._own.items():  # type: ignore[no-untyped-call]
-            check_no_hooks(name, param)
-            names[id(param)] = name
+    def _bound(
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, micro: Tensor
+    ) -> Iterator[None]:
+        """In the body, the model computes with `tensors`, as the compression shows them, and `buffers`; it writes into these."""
+        see, present = self._see(tensors, n), {**buffers}
 
         def fetch(name: str) -> Tensor:
+            if name not in tensors:
+                raise late("parameter", name)
             return see(name) if name in self._compress.params else tensors[name]
 
-        with substituted(Substitutes.of(own, names, fetch, buffer, self._run.recipe.held or ())):
+        homes = {memory_of(x) for x in tensors.values() if x.numel()}
+        with self._run.binding.to(fetch, present), self._quantizing(n), self._dropping(n, micro):
             yield
+            check_no_views(self._run.spec.model, lambda x: memory_of(x) in homes)
+        for name, buffer in buffers.items():
+            if present[name] is not buffer:  # the model has assigned it
+                buffer.copy_(present[name])
+
+    def _in_backward(
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
+    ) -> AbstractContextManager[None]:
+        """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
+        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
+            return nullcontext()
+        return self._bound(tensors, buffers, n, numbers[2])
 
 
-def as_parameter(tensor: Tensor) -> Tensor:
-    """The same tensor, which now passes as an `nn.Parameter`."""
-    tensor._is_param = True  # type: ignore[attr-defined]
+def as_parameter(tensor: Tensor, name: str) -> Tensor:
+    """The same tensor, which now passes as the parameter of that name."""
+    tensor._is_param, tensor.fzero_name = True, name  # type: ignore[attr-defined]
     return tensor
-
-
-def _check_no_late_buffers(model: nn.Module, aliases: Mapping[str, str], buffers: Collection[str]) -> None:
-    """Raises ValueError for a buffer that was registered after the step was made; caches belong to their module."""
-    for prefix, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
-            is_cache = key in module._non_persistent_buffers_set
-            if buffer is not None and not is_cache and aliases.get(name, name) not in buffers:
-                raise late("buffer", name)

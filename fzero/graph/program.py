@@ -66,7 +66,7 @@ class GraphProgram:
                 "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
                 "it out, or pass compile='block'"
             )
-        if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
+        if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
             raise ConfigError(
                 "zero_optimization.ignore_unused_parameters: must be true where the whole step is one graph, which has a "
                 "gradient for every parameter, got false; leave it out, or leave out compile='step'"

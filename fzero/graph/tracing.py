@@ -17,11 +17,8 @@
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -33,6 +30,7 @@ import optree
 import torch
 import torch.fx.traceback
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._guards import detect_fake_mode
 from torch._subclasses import FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
@@ -44,6 +42,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from fzero.common.collector import collector_paused
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.holdings import MISSING
+from fzero.graph.impure import (
+    ImpureError,
+    WritesAndSeeds,
+    check_no_grads,
+    draws_in_order,
+    no_tensor_classes,
+    pure,
+    same_contents,
+)  # fmt: skip
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.model.changes import attributes_kept
@@ -56,10 +63,6 @@ _sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 _ONE_AT_A_TIME = threading.RLock()
 _FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
-
-
-class ImpureError(RuntimeError):
-    """A function does something that a graph would not repeat."""
 
 
 @dataclass(frozen=True)
@@ -134,13 +137,14 @@ def trace(
         stack.enter_context(_ONE_AT_A_TIME)
         stack.enter_context(attributes_kept(model))
         guard = stack.enter_context(Guard.recording(model, reads))
-        stack.enter_context(_same_contents(guard))
+        stack.enter_context(same_contents(guard))
+        stack.enter_context(no_tensor_classes(guard.functions))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True, shape_env=_no_symbols(), static_shapes=True))
         stack.enter_context(torch.fx.traceback.preserve_node_meta())
         stack.enter_context(marked(model, regions))
         stack.enter_context(_as_compiling())
         stack.enter_context(_without_mkldnn())
-        stack.enter_context(_pure())
+        stack.enter_context(pure())
         fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in tracing.inputs]
         with torch.enable_grad():
             module = make_fx(tracing.run)(*fakes)
@@ -184,12 +188,12 @@ class _Tracing:
                 vars(place.get()).update(marks)
             before = [(name, vars(module), dict(vars(module))) for name, module in self.model.named_modules()]
             names = {name for name, _ in self.model.named_parameters()}
-            with _draws_in_order():
+            with draws_in_order(), WritesAndSeeds(self.model):
                 result = self.function(*self.treespec.unflatten(leaves))
             for name, _ in self.model.named_parameters():
                 if name not in names:
                     raise late("parameter", name)
-            _check_no_grads([*inputs[len(self.paths) :], *(real for real, _ in mode.held.values())])
+            check_no_grads([*inputs[len(self.paths) :], *(real for real, _ in mode.held.values())])
             leaves, self.result_spec = optree.tree_flatten(result, none_is_leaf=True)
             self.others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
             self.kept, self.replaced = _set_by(before)
@@ -295,6 +299,14 @@ def has_changed(x: Tensor) -> bool:
     return bool(_is_written(x.elem))
 
 
+def memory_of(x: Tensor) -> int:
+    """The identity of the memory in which the values of a tensor are, also of one in a trace or under `torch.vmap`."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    memory: int = value_of(x).untyped_storage()._cdata
+    return memory
+
+
 def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[list[Place], list[tuple[Place, Any]]]:
     """The attributes that a function has set: to tensors, and to other values."""
     kept: list[Place] = []
@@ -318,19 +330,6 @@ def _set_by(before: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> tuple[l
             replaced.append((place, value))
         replaced += [(Place(now, key, key), MISSING) for key in then.keys() - now.keys()]
     return kept, replaced
-
-
-def _check_no_grads(tensors: Iterable[Tensor]) -> None:
-    """Raises ImpureError for a gradient that the traced body leaves in a tensor: a graph would not. (In a batch it trains
-    nothing.)"""
-    found = [tensor for tensor in tensors if isinstance(tensor.grad, FunctionalTensor)]
-    for tensor in found:
-        tensor.grad = None
-    if found:
-        raise ImpureError(
-            f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(found[0].shape)} that is no parameter of the "
-            f"model, and a graph would not; use its .detach() where none is wanted, or make it an nn.Parameter"
-        )
 
 
 def _take_constants(module: GraphModule) -> list[Tensor]:
@@ -384,63 +383,3 @@ def _without_mkldnn() -> Iterator[None]:
         yield
     finally:
         torch._C._set_mkldnn_enabled(before)
-
-
-@contextmanager
-def _draws_in_order() -> Iterator[None]:
-    """Raises ImpureError if the traced body draws after it has set the random state: a graph would draw other numbers."""
-    mode = get_proxy_mode()
-    assert mode is not None
-    nodes, set_at, thread = mode.tracer.graph.nodes, list[int](), threading.get_ident()
-
-    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            if threading.get_ident() == thread:
-                set_at.append(len(nodes))
-            return function(*args, **kwargs)
-
-        return noted
-
-    before = torch.set_rng_state, torch.manual_seed
-    torch.set_rng_state, torch.manual_seed = map(noting, before)
-    try:
-        yield
-    finally:
-        torch.set_rng_state, torch.manual_seed = before
-    for node in list(nodes)[set_at[0] :] if set_at else ():
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-            raise ImpureError(
-                "it draws random numbers after it has set the random state (fork_rng, or torch.utils.checkpoint around "
-                "dropout), and a graph would draw others; for checkpointing pass checkpoint= to make_train_step"
-            )
-
-
-@contextmanager
-def _same_contents(guard: Guard) -> Iterator[None]:
-    """Raises ImpureError if the body changes the contents of a container, and undoes the change, after another error, too."""
-    try:
-        yield
-    except BaseException:
-        guard.undo()
-        raise
-    if (name := guard.undo()) is not None:
-        raise ImpureError(
-            f"the forward changes the contents of {name}, and a graph would not; keep what changes in a module buffer, or each "
-            f"tensor in an attribute of its own"
-        )
-
-
-@contextmanager
-def _pure() -> Iterator[None]:
-    """Raises ImpureError if the body draws random numbers that a graph would hold as constants."""
-
-    def states() -> Mapping[str, Any]:
-        numpy = sys.modules.get("numpy.random")
-        own = {"Python's random": random.getstate(), "torch's generator": torch.get_rng_state().tolist()}
-        return own | ({} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state())})
-
-    before = states()
-    yield
-    drawn = [name for name, state in states().items() if before.get(name, state) != state]
-    if drawn:
-        raise ImpureError(f"it draws numbers from {drawn[0]}, and a graph would draw them once only; use torch.rand")

@@ -375,6 +375,7 @@ def _lister(names_of: dict[int, str], tied: set[str], fetch: Fetch) -> Callable[
                 again[name] = value
             yield key, value
 
+    named_parameters.fzero_bound = True  # type: ignore[attr-defined]
     return named_parameters
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 from fzero.model.own_params import Fetch
 
@@ -65,8 +66,14 @@ _NOT_PASSED = ("ds_", "fzero_", "_dynamo_")
 """Prefixes of attributes that describe the module's own tensors; these attributes are not copied to fetched ones."""
 
 
+_OF_TRACED = ("elem", "_inference_mode_base")
+"""PyTorch's own attributes of a `FunctionalTensor`, which stands for a tensor while a step is captured."""
+
+
 def marks_of(param: Tensor) -> dict[str, Any]:
-    return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED)}
+    """The Python attributes that code has set on a tensor."""
+    own = _OF_TRACED if type(param) is FunctionalTensor else ()
+    return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED) and key not in own}
 
 
 def new_marks(param: Tensor) -> list[str]:

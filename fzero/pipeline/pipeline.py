@@ -71,26 +71,26 @@ class Pipeline:
             )
         return cls(given)
 
-    def division(self, recipe: StepSpec, mesh: Mesh) -> tuple[PipelineModule, PipeOrder, Bounds]:
+    def division(self, spec: StepSpec, mesh: Mesh) -> tuple[PipelineModule, PipeOrder, Bounds]:
         """The layers of a model, the order of its stages, and the bounds of its chunks.
 
         Raises:
             ValueError: the model is no list of layers, or has fewer layers than chunks.
             OrderError: the order is wrong.
         """
-        num_micro_batches = recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
+        num_micro_batches = spec.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
         order = plan_order(self.order, mesh.axis_size(PIPE), num_micro_batches)
-        model = _module_of(recipe.model, order.stages)
+        model = _module_of(spec.model, order.stages)
         return model, order, model.partition(order.num_chunks, self.partition)
 
-    def plan(self, recipe: StepSpec, mesh: Mesh) -> StagedPlan:
+    def plan(self, spec: StepSpec, mesh: Mesh) -> StagedPlan:
         """The plans of all stages. Layers of other stages are built on `meta`; sends nothing."""
-        model, order, bounds = self.division(recipe, mesh)
+        model, order, bounds = self.division(spec, mesh)
         num_data = mesh.axis_size(DATA)
-        recipes = (_stage_recipe(recipe, model, order, bounds, stage, device="meta") for stage in range(order.stages))
-        return StagedPlan(mesh, tuple(own.plan(num_data) for own in recipes))
+        specs = (_stage_spec(spec, model, order, bounds, stage, device="meta") for stage in range(order.stages))
+        return StagedPlan(mesh, tuple(own.plan(num_data) for own in specs))
 
-    def runtime(self, recipe: StepSpec, world: RankAxis | AbstractAxis) -> StepRuntime:
+    def runtime(self, spec: StepSpec, world: RankAxis | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
 
         Raises:
@@ -99,51 +99,51 @@ class Pipeline:
             MismatchError: on every rank, when ranks differ.
         """
         mesh = _checked_mesh(world)
-        _check_recipe(recipe, mesh)
-        model, order, bounds = self.division(recipe, mesh)
-        if recipe.cfg.zero_optimization.row.shards("params"):
-            _check_fits(self.plan(recipe, mesh), recipe.cfg)
+        _check_spec(spec, mesh)
+        model, order, bounds = self.division(spec, mesh)
+        if spec.cfg.zero_optimization.row.shards("params"):
+            _check_fits(self.plan(spec, mesh), spec.cfg)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
-        own = _stage_recipe(recipe, model, order, bounds, axis.rank, device=self.device)
-        if recipe.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
-            own.model.to(recipe.device)  # layers of specs have their seeds on the CPU
+        own = _stage_spec(spec, model, order, bounds, axis.rank, device=self.device)
+        if spec.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
+            own.model.to(spec.device)  # layers of specs have their seeds on the CPU
         layers = own.model
         assert isinstance(layers, StageLayers)
         run = StepRuntime.make(own, inner)
-        if recipe.cfg.precision.stochastic_rounding:
-            run = _rounded_alike(run, recipe, model)
+        if spec.cfg.precision.stochastic_rounding:
+            run = _rounded_alike(run, spec, model)
         if isinstance(world, AbstractAxis) or isinstance(axis, AbstractAxis):
             return run
         arguments = {
             "order": str(order), "layers": ", ".join(map(_name_of, model.specs)), "bounds": str(bounds), "mesh": str(mesh)
         }  # fmt: skip
-        check_same(world, {"configuration": recipe.fingerprint_of_config, "pipeline": arguments})
-        _check_groups(recipe, layers, axis)
+        check_same(world, {"configuration": spec.fingerprint_of_config, "pipeline": arguments})
+        _check_groups(spec, layers, axis)
         ways = Ways(axis, once_more(axis))
         program = PipelineProgram(
             layers, bounds, order, evaluation=partial(_forwards, order),
-            loss_fn=recipe.loss_fn or model.loss_fn,  # type: ignore[arg-type]
+            loss_fn=spec.loss_fn or model.loss_fn,  # type: ignore[arg-type]
             blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
         )  # fmt: skip
-        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), recipe=own)
+        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), spec=own)
 
 
-def _stage_recipe(
-    recipe: StepSpec, model: PipelineModule, order: PipeOrder, bounds: Bounds, stage: int, device: str | None = None
+def _stage_spec(
+    spec: StepSpec, model: PipelineModule, order: PipeOrder, bounds: Bounds, stage: int, device: str | None = None
 ) -> StepSpec:
     """The arguments of the step of one stage, whose layers are built on `device`."""
     layers = model.build_ranges([(bounds[chunk], bounds[chunk + 1]) for chunk in order.chunks_of(stage)], device=device)
-    zero = recipe.cfg.zero_optimization
-    cfg = recipe.cfg
+    zero = spec.cfg.zero_optimization
+    cfg = spec.cfg
     if zero.row.shards("params"):  # gathered and reduced once, for all micro-batches
         cfg = cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": "3 once"})})
-    return replace(recipe, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+    return replace(spec, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
 
 
-def _rounded_alike(run: StepRuntime, recipe: StepSpec, model: PipelineModule) -> StepRuntime:
+def _rounded_alike(run: StepRuntime, spec: StepSpec, model: PipelineModule) -> StepRuntime:
     """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
     whole = model.build(0, model.num_layer_specs, device="meta")
-    buffers = replace(recipe, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
+    buffers = replace(spec, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
     updater = replace(run.updater, places=places)
@@ -254,9 +254,9 @@ def _checked_mesh(world: RankAxis | AbstractAxis) -> Mesh:
     return mesh
 
 
-def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
+def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
     """Raises where the arguments of a step do not fit a pipeline."""
-    cfg, num_micro_batches = recipe.cfg, recipe.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
+    cfg, num_micro_batches = spec.cfg, spec.cfg.batch_sizes(mesh.axis_size(DATA)).num_micro_steps
     row, m = cfg.zero_optimization.row, num_micro_batches
     if row.number == 2:
         raise ConfigError(
@@ -272,7 +272,7 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
                 f"over all their ranks, got {value!r}; leave it out"
             )
     refused = {
-        "compile": recipe.compile, "units": recipe.units, "order": recipe.order, "checkpoint": recipe.checkpoint,
+        "compile": spec.compile, "units": spec.units, "order": spec.order, "checkpoint": spec.checkpoint,
     }  # fmt: skip
     fixes = {
         "compile": "leave it out: a stage goes from one micro-batch to another as the order says, in no one graph",
@@ -283,7 +283,7 @@ def _check_recipe(recipe: StepSpec, mesh: Mesh) -> None:
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if recipe.drop is not None or cfg.drops_tokens:
+    if spec.drop is not None or cfg.drops_tokens:
         raise ConfigError(
             "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
         )
@@ -330,9 +330,9 @@ def _module_of(model: nn.Module, num_stages: int) -> PipelineModule:
     return found
 
 
-def _check_groups(recipe: StepSpec, layers: StageLayers, axis: RankAxis) -> None:
+def _check_groups(spec: StepSpec, layers: StageLayers, axis: RankAxis) -> None:
     """Raises on every rank if a parameter group takes no parameter of any stage. *Collective* of the stages."""
-    groups = recipe.param_groups
+    groups = spec.param_groups
     own = [any(group_of(n, p, [group]) for n, p in layers.named_parameters()) for group in groups]
     every = collectives.exchange(own, axis, label=Label("compare")) if groups else []
     for index, taken in enumerate(zip(*every)):

@@ -14,36 +14,29 @@ Shape letters: N elements of a buffer, P padded = F·S, S elements of a shard, F
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import optree
 from rich.console import Group
-from torch import nn
 
-from fzero.common.arguments import check_model, check_names
-from fzero.common.collector import collector_paused
-from fzero.config.config import Config
 from fzero.config.stages import STAGES, Stage, StageSpecs
-from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
-from fzero.plans.flat_params import FlatParamPlan, UnitPlan, UnitPlanner, optimizer_specs
+from fzero.plans.comm_hooks import CommHooks, state_like
+from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from fzero.plans.leaves import StateLeaf, state_leaves
-from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, num_ranks, replicate_axes, shard_axes
-from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
-from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
+from fzero.plans.mesh_axes import num_ranks, replicate_axes
 from fzero.plans.streaming import Streaming
 from fzero.plans.unit_rules import UnitRule, UnitRules
-from fzero.plans.units import check_has_shapes, find_units, owners_of
-from sharding import Mesh, Replicated, Sharded, TensorSpec, declaration, round_robin
+from sharding import Mesh, Replicated, Sharded, TensorSpec
 from sharding.dtypes import itemsize
 from sharding.specs import Placement
 from sharding.views import dtype_name, torch_dtype
 
 if TYPE_CHECKING:
-    from fzero.plans.placements import GivenPlacements
+    pass
 
-__all__ = ["FlatParamPlan", "Plan", "UnitPlan", "plan", "starts_of"]
+__all__ = ["FlatParamPlan", "Plan", "UnitPlan", "starts_of"]
 
 BUCKET = 500_000_000
 """Elements of a bucket where the configuration names none: DeepSpeed's default."""
@@ -304,143 +297,9 @@ class Plan:
         return as_text(self)
 
 
-@collector_paused()
-def plan(
-    model: nn.Module,
-    cfg: Config | Any,
-    *,
-    world_size: int | None = None,
-    mesh: Mesh | None = None,
-    units: Sequence[str] | None = None,
-    param_groups: Sequence[ParamGroup] = (),
-    transform: OwnTransform | None = None,
-    gather_hook: GivenHook = None,
-    reduce_hook: GivenHook = None,
-    placements: GivenPlacements = None,
-    trained: Collection[str] | None = None,
-    starts: Mapping[str, int] | None = None,
-    order: GivenOrder = None,
-    is_stage: bool = False,
-) -> Plan:
-    """The plan of `model` under `cfg` on `world_size` ranks; reads shapes only, so the model may be on `meta`.
-
-    Args:
-        model: any module.
-        cfg: a `Config`, or an argument of `Config.load`.
-        world_size: number of ranks W, at least 1; None is the size of the mesh, or 1.
-        mesh: the arrangement of the ranks along several axes; None takes the configuration's, or one axis.
-        units: names of the modules to use as units, with `*` as a wildcard (the outermost matches count); None finds
-            repeated blocks.
-        param_groups: parameters with hyper-parameters of their own; see `ParamGroup`. The first that matches counts.
-        transform: replaces the configuration's optimizer; see `make_train_step`.
-        gather_hook, reduce_hook, placements, order: see `make_train_step`.
-        trained: the names of the parameters that are trained; None takes those that require gradients.
-        starts: the update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is
-            missing. One counter of updates serves a flat buffer, so parameters that began in different updates have flat
-            buffers of their own.
-        is_stage: whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group.
-
-    Raises:
-        ConfigError, ValueError: the configuration does not fit, a name in `units` matches nothing, or `order` does not order
-            the model's parameters.
-
-    >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    >>> zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    >>> [unit.name for unit in plan(blocks, {"zero_optimization": zero}, world_size=2).units]
-    ['0', '1']
-    """
-    check_model(model)
-    check_names("units", units)
-    check_groups(param_groups)
-    check_mesh(mesh)
-    _check_one_stage(mesh)
-    cfg = Config.load(cfg)
-    if world_size is None:
-        world_size = mesh.size if mesh else 1
-    mesh = mesh_of(cfg.zero_optimization, world_size, mesh)
-    optimizers = optimizers_of(cfg, param_groups, transform)
-    for optimizer in optimizers:
-        if isinstance(optimizer, UserTransform):
-            optimizer.check()
-    owners, aliases = owners_of(model)
-    module_buffers = dict(model.named_buffers())
-    check_has_shapes(owners | module_buffers)
-    if not owners and not is_stage:
-        raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with parameters")
-    trained = {n for n, p in owners.items() if p.requires_grad} if trained is None else set(trained)
-    check_params(owners, trained, () if is_stage else param_groups)
-    check_named(order, list(owners), aliases)
-    if order is None:
-        order = round_robin if cfg.zero_optimization.round_robin_gradients else declaration
-    order = in_two_numbers(order) if callable(order) else order
-    planner = UnitPlanner(cfg, mesh, param_groups, optimizers, trained, starts or {}, order)
-    unit_plans = _unit_plans(model, owners, units, planner)
-    specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], optimizers)
-    zero = cfg.zero_optimization
-    if any(given is not None for given in (placements, zero.offload_optimizer, zero.offload_param)):
-        from fzero.plans.placements import with_placements  # a plan on the device does not load it
-
-        unit_plans, specs = with_placements(unit_plans, specs, cfg, placements)
-    hooks = CommHooks()
-    if gather_hook is not None or reduce_hook is not None or zero.quantizes:
-        from fzero.plans.hook_choice import comm_hooks_of  # a plan that sends exactly does not load it
-
-        hooks = comm_hooks_of(zero, mesh, gather_hook, reduce_hook)
-    buffer_dtype = cfg.precision.buffer_dtype_of
-    buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
-    return _made(cfg, mesh, unit_plans, aliases=aliases, optimizer=specs, buffers=buffers, hooks=hooks)
-
-
-def _check_one_stage(mesh: Mesh | None) -> None:
-    if mesh is not None and PIPE in mesh.names:
-        raise ValueError(
-            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
-            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
-            f"fzero.estimation.plan_pipeline predicts a pipeline"
-        )
-
-
 def starts_of(plan: Plan) -> dict[str, int]:
     """The update in which the optimizer state of each trained parameter began, by name."""
     return {name: b.start for b in plan.flat_buffers if b.trainable for name in b.layout.names}
-
-
-def _unit_plans(
-    model: nn.Module, owners: dict[str, nn.Parameter], patterns: Sequence[str] | None, planner: UnitPlanner
-) -> tuple[UnitPlan, ...]:
-    """The units with their flat buffers."""
-    zero, modules = planner.cfg.zero_optimization, dict(model.named_modules())
-    return tuple(
-        planner.plan(name, {n: owners[n] for n in members}, modules)
-        for name, members in find_units(model, owners, patterns, zero.reduce_bucket_size or BUCKET)
-    )
-
-
-def _made(
-    cfg: Config,
-    mesh: Mesh,
-    units: tuple[UnitPlan, ...],
-    *,
-    aliases: dict[str, str],
-    optimizer: dict[str, Any],
-    buffers: dict[str, TensorSpec],
-    hooks: CommHooks,
-) -> Plan:
-    """The plan of these parts, with the limits and sizes that the configuration sets."""
-    zero = cfg.zero_optimization
-    two_units = 2 * max((sum(b.padded_numel for b in unit.buffers) for unit in units), default=0)
-    max_reducing = min(zero.reduce_bucket_size or BUCKET, two_units)
-    return Plan(
-        stage=zero.stage, mesh=mesh, axes=shard_axes(mesh, zero), units=units,
-        aliases=aliases, optimizer=optimizer, buffers=buffers, comm_hooks=hooks,
-        num_micro_steps=cfg.batch_sizes(mesh.size).num_micro_steps,
-        prefetch=zero.stage3_prefetch_bucket_size, max_live=zero.stage3_max_live_parameters,
-        max_reuse_distance=zero.stage3_max_reuse_distance, max_reducing=max_reducing,
-        gather_bucket=zero.allgather_bucket_size,
-        # No bucket may hold more full gradients than a rank may keep in stages 2 and 3.
-        reduce_bucket=max_reducing if zero.reduce_bucket_size and zero.row.shards("grads") else zero.reduce_bucket_size,
-        streaming=Streaming.of(zero.offload_optimizer, zero.offload_param, cfg.aio, zero.sub_group_size),
-    )  # fmt: skip
 
 
 def _nbytes(specs: Any, mesh: Mesh) -> int:

@@ -27,7 +27,7 @@ class StagedPlan:
         """The plan of a job without a pipeline, as one stage.
 
         >>> import torch
-        >>> from fzero.plans.plan import plan
+        >>> from fzero.plans.plan_spec import plan
         >>> StagedPlan.of(plan(torch.nn.Linear(2, 2), {}, world_size=3)).ranks(0)
         (0, 1, 2)
         """

@@ -60,8 +60,8 @@ Run = tuple[str | int | frozenset[str], ...]
 """The key of an order: runs with the same key have the same order of collectives.
 
 A forward: `("forward", "train")`. The key of a backward holds the number of backwards since the last forward, and each forward
-that it belongs to, by name and by distance from the last forward. If a forward excludes trained parameters from its gradients
-(`still`), it also holds their names."""
+that it belongs to, by name and by distance from the last forward; where nothing is gathered neither, because ranks may go back
+through different forwards. If a forward excludes trained parameters from its gradients (`still`), it also holds their names."""
 
 MOST_TRIES = 16
 """The number of steps in which the order of a run may lack members of a list of blocks. Then it is learned, or given up."""
@@ -153,7 +153,8 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
     """The schedule with each gather of the backward issued before the reduction that precedes it.
 
     The gather of the next unit then overlaps with the compute of the present one. The forward has gathers only, and the
-    runner starts the next one early without a change of order.
+    runner starts the next one early without a change of order. A reduction lets one gather pass: a second one would delay it
+    until other gradients of the same unit are there (a unit that several reentrant checkpoints use), and so change the sum.
 
     Args:
         schedule: as recorded.
@@ -163,11 +164,12 @@ def early(schedule: Sequence[Event], may_start: Callable[[str, str], bool]) -> t
     >>> print(*early(recorded, lambda present, following: True), sep=", ")
     boundary, gather a, reduce b, reduce a
     """
-    events = list(schedule)
+    events, passed = list(schedule), -1  # the place of the last reduction that let a gather pass
     for index in range(1, len(events)):
         before, event = events[index - 1], events[index]
-        if event.kind == "gather" and before.kind == "reduce" and may_start(before.unit, event.unit):
-            events[index - 1], events[index] = event, before
+        is_free = passed != index - 1 and before.kind == "reduce"
+        if is_free and event.kind == "gather" and may_start(before.unit, event.unit):
+            events[index - 1], events[index], passed = event, before, index
     return tuple(events)
 
 

@@ -85,7 +85,7 @@ class UnitScheduler:
         self._since = 0  # the index in `executed` at which the first forward after the last backward begins
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
-        self._ready: set[str] = set()  # units whose gradients are complete and not yet reduced
+        self._ready: Counter[str] = Counter()  # by unit, the complete gradients that are not yet reduced
         self._filling = defaultdict[str, set[str]](set)  # by unit, the keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
         self._num_reducing = 0  # the elements of their full gradients
@@ -114,6 +114,7 @@ class UnitScheduler:
             visits: by unit, the number of forwards with gradients that visited it and that this backward ends. A unit that is
                 not listed is complete after its first `end_visit`.
         """
+        self.in_forward = False  # also where this rank has run no forward
         self._is_last, self._open_visits = is_last, Counter(dict(visits))
         # Also units of forwards before the last backward.
         self._entered.update(unit for unit, num_visits in self._open_visits.items() if num_visits)
@@ -155,12 +156,18 @@ class UnitScheduler:
         begun.add(key)
         return (Event("collect", key),)
 
+    def expect(self, units: Iterable[str]) -> None:
+        """The present backward also brings gradients of these units from outside of the forwards; `end_visit` ends each."""
+        for unit in units:
+            self._open_visits[unit] += 1
+            self._entered.add(unit)
+
     def end_visit(self, unit: str) -> tuple[Event, ...]:
         """All gradients of a unit in one forward are written. After the last it is reduced, as soon as the order allows."""
         self._open_visits[unit] -= 1
         if self._open_visits[unit] > 0:
             return ()
-        self._ready.add(unit)
+        self._ready[unit] += 1
         out: list[Event] = []
         if self._run.order is None:
             self._advance_to(Event("reduce", unit), out)
@@ -177,7 +184,7 @@ class UnitScheduler:
 
     def end_backward(self) -> tuple[Event, ...]:
         """The backward has ended: reduces the remaining units, and continues like `take_part`."""
-        self._ready |= self._entered
+        self._ready.update(self._entered)
         self._rest = self._unreduced()
         return self.take_part()
 
@@ -288,7 +295,7 @@ class UnitScheduler:
 
     def _is_early(self, reduction: Event) -> bool:
         """Whether this rank uses the unit and its gradients are not complete."""
-        return reduction.unit in self._entered and reduction.unit not in self._ready
+        return reduction.unit in self._entered and not self._ready[reduction.unit]
 
     def _may_start_next(self, present: str) -> Event | None:
         """The next event of the order, if it is a gather that may start while `present` is in use."""
@@ -320,7 +327,7 @@ class UnitScheduler:
 
     def _reduce(self, event: Event, out: list[Event]) -> None:
         unit = self._rules.units[event.unit]
-        self._ready.discard(event.unit)
+        self._ready[event.unit] = max(self._ready[event.unit] - 1, 0)
         while self._in_flight and self._num_reducing + unit.reduced_numel > self._rules.max_reducing:
             self._end_reduce(out)
         while unit.remembers and event.unit in self._in_flight:

@@ -27,7 +27,7 @@ from fzero.optim.adam_kernels import adamw
 from fzero.optim.fragments import ShardContents
 from fzero.optim.precision import mixed_precision
 from fzero.plans.param_groups import optimizers_of
-from fzero.plans.plan import plan
+from fzero.plans.plan_spec import plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
 from fzero.runtime.loss import LossFn, loss_of

@@ -256,7 +256,7 @@ def plan_reshard(
         ValueError: the models differ in a name or a shape; the optimizers keep different tensors; a tensor would become
             narrower; or a rank of either job has no process, or several.
 
-    >>> from fzero.plans.plan import plan
+    >>> from fzero.plans.plan_spec import plan
     >>> model = torch.nn.Linear(8, 8)
     >>> plans = [plan(model, {"zero_optimization": {"stage": stage}}, world_size=2) for stage in (0, 1)]
     >>> plan_reshard(*plans).sent_nbytes  # every rank has all that it needs

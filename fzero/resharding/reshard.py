@@ -163,15 +163,15 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
 
 def staged_plan(step: TrainStep) -> StagedPlan:
     """The plan of the whole job of a step, for `plan_reshard`: of all stages, if it is a pipeline. Sends nothing."""
-    pipe = step.recipe.pipeline
-    return StagedPlan.of(step.plan) if pipe is None else pipe.plan(step.recipe, step.mesh)
+    pipe = step.spec.pipeline
+    return StagedPlan.of(step.plan) if pipe is None else pipe.plan(step.spec, step.mesh)
 
 
 def _of_ranks(step: TrainStep) -> list[TrainStep]:
     """The step of every rank, as far as they differ."""
-    if step.recipe.pipeline is None:
+    if step.spec.pipeline is None:
         return [step] * step.world_size
-    return [TrainStep(step.recipe, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)]
+    return [TrainStep(step.spec, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)]
 
 
 def _moved(
@@ -203,7 +203,7 @@ def _moved(
 
 def _data_rank(step: TrainStep, rank: int) -> int:
     """The number of a rank of the job among those of its stage."""
-    return rank if step.recipe.pipeline is None else step.mesh.coordinate(rank)[DATA]
+    return rank if step.spec.pipeline is None else step.mesh.coordinate(rank)[DATA]
 
 
 def _merged(of_ranks: Iterable[Numbers | None]) -> Numbers:

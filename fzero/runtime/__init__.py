@@ -8,11 +8,6 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.runtime.step_spec import MismatchError as MismatchError
+    from fzero.runtime.step_spec import MismatchError as MismatchError, StepSpec as StepSpec
 else:
-    __getattr__, __dir__, __all__ = door(
-        __name__,
-        {
-            "step_spec": "MismatchError",
-        },
-    )
+    __getattr__, __dir__, __all__ = door(__name__, {"step_spec": "MismatchError StepSpec"})

@@ -17,7 +17,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -129,7 +129,7 @@ class ForwardBackward:
             self._events.ask("begin_forward", self.forwards.begin(run, still))
             self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
             try:
-                with _saving(self) if saves and not self.gathers_nothing else nullcontext():
+                with saving(self) if saves and not self.gathers_nothing else nullcontext():
                     yield
             except RuntimeError as error:
                 self.given.name(error)
@@ -360,7 +360,7 @@ def _unit_of(plan: Plan, name: str) -> UnitPlan:
     return plan.homes[name][0]
 
 
-def _saving(work: ForwardBackward) -> AbstractContextManager[object]:
+def saving(work: ForwardBackward) -> AbstractContextManager[object]:
     """Inside, views of gathered buffers are saved as `SavedView`s."""
     pack, unpack = untraced(Gathers.as_saved), untraced(ForwardBackward._unpack)
     return saved_tensors_hooks(partial(pack, work.gathers), partial(unpack, work))  # type: ignore[return-value]
@@ -374,3 +374,9 @@ def recomputing(work: ForwardBackward) -> Iterator[None]:
         yield
     finally:
         work.runs_again = before
+
+
+def expect(work: ForwardBackward, units: Iterable[str]) -> None:
+    """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
+    if not work.reductions.only_adds:
+        work._events.ask("expect", tuple(units))

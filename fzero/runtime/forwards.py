@@ -139,13 +139,14 @@ class Forwards:
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
         """The key of the order of collectives for a backward of `kind` through these forwards."""
+        if not self._gathers:  # ranks may go back through different forwards, or none; all reduce the same units
+            return (kind, self.still) if self.still else (kind,)
         # These say which unit is still gathered.
-        last, number = (self.last_index, self._num_backwards) if self._gathers else (-1, 0)
         of_each: Iterable[tuple[str | int, ...]] = (
-            (self._all[index].run, max(last - index, 0)) for index in sorted(forwards)
+            (self._all[index].run, self.last_index - index) for index in sorted(forwards)
         )
         still = [self._all[index].still for index in sorted(forwards) if index >= 0]
-        return (kind, number, *chain.from_iterable(of_each), *(still if any(still) else ()))
+        return (kind, self._num_backwards, *chain.from_iterable(of_each), *(still if any(still) else ()))
 
     def still_buffers(self, buffers: Iterable[FlatParamPlan]) -> frozenset[str]:
         """The keys of the trained flat buffers whose parameters are all `still`; an update leaves them as they are."""

@@ -43,7 +43,7 @@ InitFn = Callable[[nn.Module], object]
 class StateBuilder:
     """Makes the first states of a step on one rank."""
 
-    recipe: StepSpec
+    spec: StepSpec
     plan: Plan
     offload: StateMemory
     updater: Updater
@@ -56,9 +56,9 @@ class StateBuilder:
         Args:
             params, init_fn: see `given` and `init_fn` of `values`.
         """
-        world, compress = mesh.world, self.recipe.compress
+        world, compress = mesh.world, self.spec.compress
         if params is not None:
-            _check_names(self.recipe.model, params)
+            _check_names(self.spec.model, params)
         files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
         masks: dict[str, Tensor] = {}
@@ -133,7 +133,7 @@ class StateBuilder:
         return self.offload.init(buffer, files, param, own, make)
 
     def _state(self, parts: dict[str, dict[str, Any]], buffers: dict[str, Tensor], rank: int) -> TrainState[Tensor]:
-        cfg = self.recipe.cfg
+        cfg = self.spec.cfg
         # If a step may be skipped, the device decides whether the step counts.
         num_updates = torch.zeros((), dtype=torch.int64, device=self.device if cfg.skips_overflow else "cpu")
         return TrainState(
@@ -192,7 +192,7 @@ class StateBuilder:
         initialised: dict[str, dict[str, Tensor]] = {}  # by module
         for name in names:
             prefix, _, key = name.rpartition(".")
-            module = self.recipe.model.get_submodule(prefix)
+            module = self.spec.model.get_submodule(prefix)
             own = module._parameters[key] if key in module._parameters else module._buffers[key]
             assert own is not None, name
             found = None if given is None else _lookup(given, name, self.plan.aliases)
@@ -213,13 +213,13 @@ class StateBuilder:
                 if prefix not in initialised:
                     from fzero.model.meta_modules import filled  # a model with values does not load it
 
-                    initialised[prefix] = filled(module, prefix, init_fn, self.recipe.seed, self.device)
+                    initialised[prefix] = filled(module, prefix, init_fn, self.spec.seed, self.device)
                 values[name] = initialised[prefix][name]
         return values
 
     def _extra(self, name: str, like: Tensor) -> Tensor | None:
         """The first value of a tensor that compression adds."""
-        compress = self.recipe.compress
+        compress = self.spec.compress
         return None if compress is None else compress.first_extra(name, like)
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
@@ -235,7 +235,7 @@ class StateBuilder:
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """The random state of a rank, by device type."""
-        seed = (self.recipe.seed * 1_000_003 + rank) % 2**63
+        seed = (self.spec.seed * 1_000_003 + rank) % 2**63
         return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds_of(self.device)}
 
 

@@ -24,7 +24,7 @@ def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
 
     Views of the state's own flat buffers, `params`, follow it by themselves.
     """
-    learned, own = run.learned, dict(run.recipe.model.named_parameters(remove_duplicate=False))
+    learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
     kept = {
         each.memory.cdata: each.key for each in learned.lingering if each.is_held and each.memory.cdata not in homes

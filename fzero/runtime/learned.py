@@ -24,6 +24,9 @@ from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Hyper, Updater
 from fzero.state import TrainState
 
+EDITS = "gradients and optimizer state that the script has changed"
+"""The subject of an error about `HyperCheck.edits`."""
+
 
 @dataclass(slots=True)
 class HyperCheck:
@@ -35,6 +38,8 @@ class HyperCheck:
         now: the hyper-parameters of the next update, as known in the last backward; None if the host would have to wait for the
             device.
         last: the hyper-parameters of the last update.
+        edits: what a script has written into copies of the state since the last update, as text by name; the ranks compare it.
+        late_edits: the same of the last update, which the backward before it could not send.
         is_late: whether `last` differs from the hyper-parameters whose checksum the backward before that update sent.
         scale: the loss scale; None where the host would have to wait for the device.
     """
@@ -44,6 +49,8 @@ class HyperCheck:
     now: Hyper | None = None
     last: Hyper | None = None
     is_late: bool = False
+    edits: dict[str, str] = field(default_factory=dict)
+    late_edits: dict[str, str] = field(default_factory=dict)
     scale: float | None = None
 
     def checksum(
@@ -58,11 +65,13 @@ class HyperCheck:
         self.now = updater.hyper(int(state.step)) if hyper is None and is_known else hyper
         scale = state.loss_scale.scale
         self.scale = float(scale) if hyper is None and scale.device.type == "cpu" else None
-        return zlib.crc32(repr((self.now, self.last if self.is_late else None, num_parts, self.scale)).encode())
+        sent = (self.now, self.last if self.is_late else None, num_parts, self.scale, self.edits, self.late_edits)
+        return zlib.crc32(repr(sent).encode())
 
     def used(self, hyper: Hyper) -> None:
         """Remembers the hyper-parameters that an update uses."""
         self.last, self.is_late = hyper, hyper != self.now
+        self.late_edits, self.edits = self.edits, {}
 
     def named(self, num_parts: int = 1) -> dict[str, dict[str, str]]:
         """The numbers behind the last checksum, as text by subject and name."""
@@ -73,7 +82,8 @@ class HyperCheck:
             return hyper._replace(optimizers=hyper.optimizers or self.optimizers).named(self.groups)
 
         late = {f"{subject}, used in the last update": values for subject, values in text(self.last).items()}
-        return text(self.now) | {"loss": {"divided by": str(num_parts), "multiplied by": str(self.scale)}} | late
+        loss = {"divided by": str(num_parts), "multiplied by": str(self.scale)}
+        return text(self.now) | {"loss": loss, EDITS: self.late_edits | self.edits} | late
 
 
 @dataclass(slots=True)
@@ -109,17 +119,20 @@ class Learned:
     answers: Memory = field(default_factory=Memory)
 
     @classmethod
-    def nothing(cls, recipe: StepSpec) -> Self:
+    def nothing(cls, spec: StepSpec) -> Self:
         """Before the first call of a step."""
-        orders = Orders() if recipe.schedule == "learned" else None
-        hyper = HyperCheck(recipe.group_names, tuple(map(repr, recipe.optimizers)))
-        return cls(orders, hyper, Origin(recipe.model), sharing=sharing_buffers(recipe.model))
+        orders = Orders() if spec.schedule == "learned" else None
+        hyper = HyperCheck(spec.group_names, tuple(map(repr, spec.optimizers)))
+        return cls(orders, hyper, Origin(spec.model), sharing=sharing_buffers(spec.model))
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
         """The events of a micro-step in order, once it is learned."""
-        runs: list[Run] = [("forward", "train"), ("backward", 0, "train", 0)]
-        halves = [self.orders.learned.get(run) for run in runs] if self.orders else [None]
+        if self.orders is None:
+            return None
+        runs: list[list[Run]] = [[("forward", "train")], [("backward",), ("backward", 0, "train", 0)]]
+        known = self.orders.learned
+        halves = [next((known[run] for run in kinds if run in known), None) for kinds in runs]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
     @contextmanager

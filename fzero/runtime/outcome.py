@@ -119,7 +119,7 @@ def check_passes(numbers_W: Tensor) -> None:
 
 def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
     """The first parameter whose gradient is not finite; see `TrainStep.first_overflow`. *Collective.*"""
-    order = {name: index for index, (name, _) in enumerate(run.recipe.model.named_parameters())}
+    order = {name: index for index, (name, _) in enumerate(run.spec.model.named_parameters())}
     first, mesh = len(order), run.mesh
     trained = [buffer for buffer in run.plan.flat_buffers if buffer.trainable]
     shards = ((b.key, own_shard(state.grads[b.key], b, mesh.shard)) for b in trained)
@@ -139,7 +139,7 @@ def check_used(run: StepRuntime, used: Collection[str]) -> None:
         used: the parameters that got a gradient on this rank, or need none.
     """
     trained = {name for buffer in run.plan.flat_buffers if buffer.trainable for name in buffer.layout.names}
-    names = [name for name, _ in run.recipe.model.named_parameters() if name in trained]
+    names = [name for name, _ in run.spec.model.named_parameters() if name in trained]
     is_unused = torch.tensor([float(name not in used) for name in names], device=run.device)
     unused_WN = collectives.stack(is_unused, run.mesh.world, label=Label("other", "of unused parameters", "update"))
     lines = [

@@ -70,7 +70,7 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
     """The state that a step may write into, and its micro-batches. Raises as `TrainStep.__call__` says."""
     if run.observer:
         run.observer.sees(batch)
-    if is_bound(run.recipe.model):
+    if is_bound(run.spec.model):
         raise RuntimeError(
             "step: must not be called inside a forward of its own model, got a call inside; call it after the forward, or "
             "compute there with the model itself"
@@ -80,7 +80,7 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
     stages = run.stages
     micro_batches = list(run.batches.split(batch)) if stages is None else stages.micro_batches(run, state, batch)
     _enter(run, state)
-    return state if run.recipe.donate else optree.tree_map(torch.clone, state), micro_batches
+    return state if run.spec.donate else optree.tree_map(torch.clone, state), micro_batches
 
 
 def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
@@ -129,7 +129,7 @@ def _enter(run: StepRuntime, state: State) -> None:
 def _window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
     learned = run.learned
     if learned.moving_buffers is None:
-        learned.own_grads = OwnGrads(run.recipe.model)
+        learned.own_grads = OwnGrads(run.spec.model)
     if learned.leaves or any(each.is_held for each in learned.lingering):
         from fzero.runtime.kept_tensors import hold
 
@@ -168,7 +168,7 @@ def forward(
     ):
         result = function()
         if compares:
-            check_no_views(run.recipe.model, window.work.gathers.holds)
+            check_no_views(run.spec.model, window.work.gathers.holds)
             learned.leaves = window.work.given.leaves
     learned.compared.add(kind)
     return result
@@ -284,7 +284,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     work.close()
     if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
         check_updating(run.mesh.world)
-    if not run.recipe.cfg.zero_optimization.ignore_unused_parameters:
+    if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
         check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
@@ -294,9 +294,9 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
     check_unchanged(changed, learned.sharing)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
-    has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.recipe.schedule != "learned"
+    has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.recipe.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.spec.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.reductions.hook_states
@@ -360,7 +360,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) ->
     if run.stages is not None:
         return run.stages.evaluate(run, state, batch)
     meet("TrainStep.evaluate", run.mesh.world)
-    model = run.recipe.model
+    model = run.spec.model
     modes = [(module, module.training) for module in model.modules()]
 
     def loss_of_batch() -> tuple[Tensor, Tensor | None]:
@@ -442,14 +442,14 @@ def first_overflow(run: StepRuntime, state: State) -> str | None:
 
 def _compares(run: StepRuntime, kind: str) -> bool:
     """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
-    return kind not in run.learned.compared or run.recipe.check_params == "always"
+    return kind not in run.learned.compared or run.spec.check_params == "always"
 
 
 def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
     if run.checkpointing is None:
         return nullcontext()
     return run.checkpointing.applied(
-        run.recipe.model, device=run.device, recomputing=partial(recomputing, window.work), aliases=run.plan.aliases,
+        run.spec.model, device=run.device, recomputing=partial(recomputing, window.work), aliases=run.plan.aliases,
         moving=run.learned.moving_buffers,
     )  # fmt: skip
 
@@ -458,10 +458,10 @@ def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
     """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
     # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding; it may drop tokens of its own.
-    if window.buffers or run.learned.own_grads is not None or run.recipe.drop is not None:
+    if window.buffers or run.learned.own_grads is not None or run.spec.drop is not None:
         yield window
         return
-    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.recipe.compress)
+    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.spec.compress)
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 
@@ -486,11 +486,11 @@ def _loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
     """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
     try:
         return loss_of(
-            run.recipe.model, run.recipe.loss_fn, run.batches.cast(batch),
+            run.spec.model, run.spec.loss_fn, run.batches.cast(batch),
             reduces_by_sum=not run.rules.loss.is_mean, autocast=run.autocast, device=run.device.type,
         )  # fmt: skip
     except RuntimeError as error:
-        param_dtype = run.recipe.cfg.precision.param_dtype
+        param_dtype = run.spec.cfg.precision.param_dtype
         if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
             error.add_note(
                 f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "

@@ -64,7 +64,7 @@ class StepRuntime:
     """The parts of a train step on one rank.
 
     Attributes:
-        recipe: the arguments of `make_train_step`.
+        spec: the arguments of `make_train_step`.
         plan: units, flat buffers and their specs.
         ranks: the axis of all ranks; an `AbstractAxis` describes ranks that do not run.
         device: the device of the state; batches must be on it, too.
@@ -86,7 +86,7 @@ class StepRuntime:
         stages: the other stages of a pipeline; None without one. The rest of the runtime is that of this rank's stage.
     """
 
-    recipe: StepSpec
+    spec: StepSpec
     plan: Plan
     ranks: RankAxis | AbstractAxis
     bound: RankMesh | None
@@ -109,44 +109,44 @@ class StepRuntime:
     stages: PipelineStages | None = None
 
     @classmethod
-    def make(cls, recipe: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
-        """The runtime of a recipe. *Collective:* every rank; compares model and configuration.
+    def make(cls, spec: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
+        """The runtime of a spec. *Collective:* every rank; compares model and configuration.
 
         Raises:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        if recipe.compress is not None and recipe.compress.extras:
+        if spec.compress is not None and spec.compress.extras:
             from fzero.compression.added import registered  # a step without added tensors does not load it
 
-            registered(recipe.compress, recipe.model)
-        plan, cfg, device = recipe.plan(ranks.size, ranks.mesh), recipe.cfg, recipe.device
+            registered(spec.compress, spec.model)
+        plan, cfg, device = spec.plan(ranks.size, ranks.mesh), spec.cfg, spec.device
         if not isinstance(ranks, AbstractAxis):
-            check_same(ranks, recipe.fingerprint(plan))
-        recipe.check_placements(plan)
-        recipe.check_compiled(plan)
+            check_same(ranks, spec.fingerprint(plan))
+        spec.check_placements(plan)
+        spec.check_compiled(plan)
         offload, scratch = _memory_of(plan, device), BufferPool()
         bound = None if isinstance(ranks, AbstractAxis) else RankMesh.of(ranks, plan)
         keys = [buffer.key for buffer in plan.flat_buffers]
         starts = accumulate((buffer.padded_numel for buffer in plan.flat_buffers), initial=0)
         updater = Updater(
             plan, bound, shard=plan.shard_of(ranks.rank), offload=offload, scratch=scratch,
-            optimizers=recipe.optimizers, rates=recipe.rates, momentum=recipe.momentum,
+            optimizers=spec.optimizers, rates=spec.rates, momentum=spec.momentum,
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
-        builder = StateBuilder(recipe, plan, offload=offload, updater=updater, rank=ranks.rank, device=device)
+        builder = StateBuilder(spec, plan, offload=offload, updater=updater, rank=ranks.rank, device=device)
         trained = {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
-            recipe, plan, ranks, bound, device, scratch, offload, updater,
-            rules=StepRules(recipe.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
+            spec, plan, ranks, bound, device, scratch, offload, updater,
+            rules=StepRules(spec.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
             builder=builder, form=StateForm.of(builder.specs(), plan),
-            learned=Learned.nothing(recipe), checkpointing=recipe.checkpointing, stored_names=recipe.stored_names,
-            flags=FixedFlags(recipe.model, trained) if recipe.trained is None else None,
-            statistics=frozenset(recipe.statistics & set(plan.buffers)),
-            observer=observer_of(ranks, recipe.model, cfg, recipe.loss_fn, device),
+            learned=Learned.nothing(spec), checkpointing=spec.checkpointing, stored_names=spec.stored_names,
+            flags=FixedFlags(spec.model, trained) if spec.trained is None else None,
+            statistics=frozenset(spec.statistics & set(plan.buffers)),
+            observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),
         )  # fmt: skip
 
     def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
@@ -156,7 +156,7 @@ class StepRuntime:
             ValueError: there is not one rate, or optimizer, for each group, or a rate is no finite number.
             ConfigError: the optimizers would change the structure of the state.
         """
-        names = self.recipe.group_names
+        names = self.spec.group_names
         for field, given in (("rates", rates), ("optimizers", rates if optimizers is None else optimizers)):
             if not isinstance(given, Sequence) or len(given) != len(names):
                 got = f"{len(given)}: {list(given)!r}" if isinstance(given, Sequence) else repr(given)
@@ -227,7 +227,7 @@ class StepRuntime:
     @cached_property
     def autocast(self) -> torch.dtype | None:
         """The dtype of `torch.autocast`, if the model runs under it."""
-        autocast = self.recipe.cfg.precision.autocast
+        autocast = self.spec.cfg.precision.autocast
         return None if autocast is None else torch_dtype(autocast)
 
     @cached_property
@@ -238,7 +238,7 @@ class StepRuntime:
     @cached_property
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
-        return Binding(self.recipe.model, self.plan.aliases, self.recipe.held or ())
+        return Binding(self.spec.model, self.plan.aliases, self.spec.held or ())
 
     # --- states ----------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """`StepSpec`: the arguments of `make_train_step` except the mesh, checked.
 
-`TrainStep(recipe, axis)` binds it to one rank of an axis. The axis belongs to a job, to a simulation, or to ranks that do not
+`TrainStep(spec, axis)` binds it to one rank of an axis. The axis belongs to a job, to a simulation, or to ranks that do not
 run. This module derives everything that depends on the model and the configuration alone.
 """
 
@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -25,13 +24,11 @@ from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
 from fzero.config.config import Config, ConfigError
 from fzero.config.fields import compared
-from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.held_tensors import Held, find_held
 from fzero.model.own_params import check_tensors
-from fzero.plans.comm_hooks import GivenHook
-from fzero.plans.orders import GivenOrder
-from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, optimizers_of
-from fzero.plans.plan import Plan, plan
+from fzero.plans.param_groups import UserTransform
+from fzero.plans.plan import Plan
+from fzero.plans.plan_spec import PlanSpec
 from fzero.plans.units import blocks_of
 from fzero.runtime.loss import LossFn, LossRules
 from sharding import Mesh
@@ -41,18 +38,17 @@ if TYPE_CHECKING:
     from fzero.data.token_dropping import TokenDropping
     from fzero.model.checkpointing import Checkpointing, Choice
     from fzero.optim.lr_schedules import Schedule
-    from fzero.plans.placements import GivenPlacements
     from fzero.plans.staged import StagedPlan
 
 
 class Pipelined(Protocol):
     """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
 
-    def plan(self, recipe: StepSpec, mesh: Mesh, /) -> StagedPlan:
+    def plan(self, spec: StepSpec, mesh: Mesh, /) -> StagedPlan:
         """The plans of all stages."""
         ...
 
-    def runtime(self, recipe: StepSpec, world: Any, /) -> Any:
+    def runtime(self, spec: StepSpec, world: Any, /) -> Any:
         """The `StepRuntime` of this rank's stage."""
         ...
 
@@ -62,44 +58,56 @@ class MismatchError(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepSpec:
-    """The checked arguments of `make_train_step`, which documents them, and the device of a model on `meta`.
+class StepSpec(PlanSpec):
+    """The checked arguments of `make_train_step`, and the device of a model on `meta`.
 
     What follows from them is made once, when it is first asked for.
     """
 
-    model: nn.Module
-    cfg: Config
     loss_fn: LossFn | None = None
-    units: Sequence[str] | None = None
-    param_groups: Sequence[ParamGroup] = ()
-    transform: OwnTransform | None = None
-    gather_hook: GivenHook = None
-    reduce_hook: GivenHook = None
-    placements: GivenPlacements = None
-    order: GivenOrder = None
+    """`loss_fn(model, batch)` returns the scalar loss, or `(sum, weight)`: then the loss is Σ sum / Σ weight over all
+    micro-batches and ranks (weight: the number of tokens, say). `loss_fn` calls the `model` that it gets. None calls
+    the model with the batch (a tensor as `model(batch)`, a tuple or list as `model(*batch)`, a mapping as
+    `model(**batch)`) and takes the output if it is a scalar, its `.loss`, or its first item."""
     donate: bool = True
+    """Whether the step may write into the state that it gets; using that state again raises. False works on a copy; state in
+    files cannot be copied."""
     lr_schedule: Schedule | None = None
+    """The learning rate as a function of the number of updates so far, in place of the configuration's. It must return the same
+    number on all ranks, which is checked. (It may depend on metrics, which are the same on all ranks, but not on a rank's own
+    loss.)"""
     schedule: Literal["learned", "negotiated"] = "learned"
+    """`"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on it in every
+    step, for models whose units run in a data-dependent order; slower, and nothing is prefetched."""
     checkpoint: Choice | None = None
+    """The modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the backward. A number n
+    picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks all of them, 2 the first, the
+    third and so on. A function of a module's name and the module picks the outermost modules for which it is true. Each should
+    be no larger than a unit, because all parameters that it uses are gathered while its backward runs. None is
+    `activation_checkpointing.every`. The numbers stay the same, bit for bit (with generated code: to rounding). With
+    `compile="step"` the model must call each module itself, not its `forward`."""
     compile: Literal["step", "block"] | None = None
+    """`"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in place; if
+    optimizer state lives in other memory, the graph ends before the update, and parameters must be on the device. `"block"`
+    compiles the forward of each unit that is one module, once for equal ones, and runs the rest eagerly. None compiles nothing.
+    Rank 0 logs how long a capture took; another batch shape is captured again. With `"step"` the forward of `evaluate` is a
+    graph, too."""
     compile_backend: Literal["inductor", "aot_eager"] = "inductor"
+    """`"inductor"` generates code, `"aot_eager"` runs the captured graph operation by operation."""
     check_params: Literal["first", "always"] = "first"
+    """When to compare the values of parameters before and after a forward: in the `"first"` forward of each kind (training,
+    evaluation), or `"always"`. A forward must not change parameters. The comparison finds changes through `.data`, and reads all
+    parameters twice. A change that PyTorch's version counter sees is an error in every step."""
     seed: int = 0
+    """The seed of initial values on `meta` (equal on all ranks) and of dropout (different on each rank)."""
     home: torch.device | None = None
     """The device for a model on `meta`; None is the accelerator, if there is one."""
-    trained: frozenset[str] | None = None
-    """The names of the trained parameters; None takes those that require gradients. Then no `requires_grad` may change."""
-    starts: Mapping[str, int] = field(default_factory=dict)
-    """The update in which the optimizer state of each parameter began (`fzero.plans.plan.starts_of`)."""
     compress: CompressionPlan | None = None
     """The compression of parameters; None if nothing is compressed."""
     drop: TokenDropping | None = None
     """The layers that see a part of the tokens."""
     pipeline: Pipelined | None = None
     """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
-    is_stage: bool = False
-    """Whether `model` is one stage of a pipeline."""
     held: tuple[Held, ...] | None = None
     """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
@@ -126,14 +134,6 @@ class StepSpec:
 
             check_lengths(self.cfg, self.drop, self.compile)
         _check_schedule(self.lr_schedule)
-
-    def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
-        """The plan for `world_size` ranks that are arranged as `mesh`; None takes the mesh of the configuration."""
-        return plan(
-            self.model, self.cfg, world_size=world_size, mesh=mesh, units=self.units, param_groups=self.param_groups,
-            transform=self.transform, gather_hook=self.gather_hook, reduce_hook=self.reduce_hook,
-            placements=self.placements, trained=self.trained, starts=self.starts, order=self.order, is_stage=self.is_stage,
-        )  # fmt: skip
 
     def check_placements(self, the_plan: Plan) -> None:
         """Raises a ConfigError where a step does not support the placements of its plan."""
@@ -188,11 +188,6 @@ class StepSpec:
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", torch.cuda.current_device())))
-
-    @cached_property
-    def optimizers(self) -> Sequence[OptimizerBlock | UserTransform]:
-        """The optimizer of each parameter group."""
-        return optimizers_of(self.cfg, self.param_groups, self.transform)
 
     @cached_property
     def rates(self) -> list[Schedule]:

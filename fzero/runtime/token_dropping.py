@@ -33,7 +33,7 @@ def dropping(
     """
     n = int(step)
     length, rank, num = plan.length(n), run.ranks.rank, run.plan.num_micro_steps
-    return replacing(run.recipe.model, plan, lambda: Draw(length, n, _only(forwards()), rank, num))
+    return replacing(run.spec.model, plan, lambda: Draw(length, n, _only(forwards()), rank, num))
 
 
 def _only(forwards: Collection[int]) -> int:

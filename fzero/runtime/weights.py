@@ -109,7 +109,7 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
 
 def with_first_masks(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
     """The state with masks (`l1`) made from its weights where a mask has no True yet. *Collective* if there are such masks."""
-    plan = run.recipe.compress
+    plan = run.spec.compress
     extras = [extra for extra in plan.extras if extra.kind == "mask"] if plan is not None else []
     if plan is not None and any(not state.buffers[extra.name].any() for extra in extras):
         for views in run.full_weights(state):

@@ -179,12 +179,12 @@ def test_on_processes_training_goes_on_bit_for_bit(
 
 
 def save_states(setting: Setting, folder: str) -> None:
-    step = fzero.make_train_step(step_of(setting).recipe.model, step_of(setting).recipe.cfg)
+    step = fzero.make_train_step(step_of(setting).spec.model, step_of(setting).spec.cfg)
     fzero.save(states_of(step_of(setting))[step.rank], folder, step=step)
 
 
 def load_states(setting: Setting, folder: str) -> Any:
-    step = fzero.make_train_step(step_of(setting).recipe.model, step_of(setting).recipe.cfg)
+    step = fzero.make_train_step(step_of(setting).spec.model, step_of(setting).spec.cfg)
     return fzero.load(folder, step=step).state
 
 
@@ -513,7 +513,7 @@ def test_what_is_written_meanwhile_asks_nothing_of_the_model(folder: Path, monke
             return ask(*args, **kwargs)
 
         monkeypatch.setattr(nn.Module, name, noted)
-    list(step.recipe.model.named_parameters())
+    list(step.spec.model.named_parameters())
     fzero.start_save(step.init(), folder, step=step).wait()
     assert asked == {threading.current_thread().name}
 

@@ -10,7 +10,7 @@ from compressing import ALL, net, settings, technique
 from torch import nn
 
 import fzero
-from fzero import ConfigError
+from fzero import ConfigError, ConfigWarning
 from fzero.compression import clean, compression, prepare, start_of_student
 from fzero.config.compression import LayerReduction
 
@@ -50,8 +50,6 @@ PRUNED = {"dense_ratio": 0.5}
 @pytest.mark.parametrize(
     ("techniques", "message"),
     [
-        (quantization(["nothing"]), r"group\.modules: must match a Linear or Conv2d or Embedding, got 'nothing', .*'blocks.0"),
-        (quantization(["mlp$"]), "matches modules of Mlp"),
         (quantization(["("]), "must be a regular expression"),
         (quantization(["up", "mlp"]), "must name each module once, got 'blocks.0.mlp.up'"),
         (quantization(["up"], quantize_groups=5), "quantize_groups: must divide .* got 5 for 'blocks.0.mlp.up.weight' with 96"),
@@ -125,9 +123,19 @@ def test_a_module_that_is_registered_twice_is_named_by_either_name() -> None:
     assert weights.keys() == Twice().state_dict().keys()
 
 
-def test_eigenvalue_periods_are_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match=r"eigenvalue: .*second derivatives"):
+def test_eigenvalues_are_accepted_with_what_they_do_not_do() -> None:
+    with pytest.warns(ConfigWarning, match=r"eigenvalue: .*quantize_training.*quantization_period"):
         fzero.Config.load({"eigenvalue": {"enabled": True}})
+
+
+def test_an_expression_that_matches_nothing_compresses_nothing_with_a_warning() -> None:
+    text = r"group\.modules: compresses nothing, as in DeepSpeed, .* Linear or Conv2d or Embedding, got 'nothing', .*'blocks.0"
+    with pytest.warns(ConfigWarning, match=text):
+        plan = compression(settings(quantization(["nothing"])), net())
+    assert not plan.params
+    with pytest.warns(ConfigWarning, match=r"row_pruning.* compresses nothing.* matches modules of Mlp"):
+        plan = compression(settings({"row_pruning": technique(PRUNED, ["mlp$"], [["head"]])}), net())
+    assert not plan.params
 
 
 def test_groups_of_a_technique_that_is_off_are_not_read() -> None:

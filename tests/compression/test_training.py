@@ -143,7 +143,7 @@ def test_evaluation_sees_what_training_sees() -> None:
         state, _ = step(state, data(index))
     loss = step.evaluate(state, data(3))  # before the step: its range does not move
     plain = fzero.make_train_step(net(), settings({}, 3))
-    weights = {k: v for k, v in step.gather(state).items() if k in dict(plain.recipe.model.state_dict())}
+    weights = {k: v for k, v in step.gather(state).items() if k in dict(plain.spec.model.state_dict())}
     assert loss != plain.evaluate(plain.init(weights), data(3))
     assert loss == step.evaluate(state, data(3))
 
@@ -183,7 +183,7 @@ def test_a_tied_weight_is_compressed_once_for_both_users() -> None:
     _, metrics = step(step.init(), x)
     logits = nn.functional.linear(nn.functional.embedding(x, weight), weight)
     assert float(metrics.loss) == pytest.approx(float(nn.functional.cross_entropy(logits, x)), rel=1e-6)
-    assert step.recipe.compress.aliases == {"head.weight": "embed.weight"}
+    assert step.spec.compress.aliases == {"head.weight": "embed.weight"}
 
 
 def test_a_checkpoint_is_read_by_a_run_without_compression_and_continues_one_with_it(tmp_path: Any) -> None:
@@ -230,7 +230,7 @@ def test_a_model_on_meta_gets_the_scores_of_its_seed_and_the_masks_of_its_first_
         model = Net()
     step = fzero.make_train_step(model, settings(techniques, 3))
     weights = step.gather(step.init())
-    scores = fzero.make_train_step(net(), settings(techniques)).recipe.model.get_parameter(
+    scores = fzero.make_train_step(net(), settings(techniques)).spec.model.get_parameter(
         "blocks.0.mlp.up.row_mask_scores"
     )
     assert torch.equal(weights["blocks.0.mlp.up.row_mask_scores"], scores.detach())

@@ -193,7 +193,7 @@ def _in_parts(stage: int) -> dict[str, Tensor]:
         window = step.begin(state)
         for part_, is_last in enumerate((False, True, False)):
             x, y = part(data(10 * index + part_), step.rank, step.world_size)
-            outputs = step.forward(window, lambda: step.recipe.model(x))  # noqa: B023
+            outputs = step.forward(window, lambda: step.spec.model(x))  # noqa: B023
             window = step.backward(window, criterion(outputs, y), num_parts=3, is_last=is_last)
         state, _ = step.update(window)
     return step.gather(state)

@@ -206,3 +206,62 @@ def test_statistics_of_forwards_without_gradients_are_saved(tmp_path: Any) -> No
     for name, buffer in plain.named_buffers():
         if name != "table.cache":
             assert torch.equal(other.module.get_buffer(name), buffer), name
+
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.complex128, torch.int32, torch.bool)
+
+
+class EveryDtype(nn.Module):
+    """Buffers that each rank changes by what it sees, in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(D, D)
+        for dtype in DTYPES:
+            self.register_buffer(f"of_{str(dtype)[6:]}", torch.ones(3, dtype=dtype))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for dtype in DTYPES:
+            buffer = self.get_buffer(f"of_{str(dtype)[6:]}")
+            seen = x.detach()[0, :3].double()
+            if dtype.is_complex:
+                seen = torch.complex(seen, x.detach()[1, :3].double())
+            buffer.copy_(buffer + 8 * seen if dtype != torch.bool else seen > 0)
+        return nn.functional.mse_loss(self.linear(x), y)
+
+
+def _every_dtype(stage: int) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+    """The buffers after each of two steps, of an engine; and after two steps of the step API."""
+    cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": stage}}
+    torch.manual_seed(0)
+    engine, seen = fzero.initialize(model=EveryDtype(), config=cfg)[0], []
+    step = fzero.make_train_step(EveryDtype(), cfg)
+    state = step.init()
+    for index in range(2):
+        engine.backward(engine(*batch(index, step.rank)))
+        engine.step()
+        seen.append({name: buffer.clone() for name, buffer in engine.module.named_buffers()})
+        state, _ = step(state, batch(index, step.rank))
+    return seen, dict(state.buffers)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_buffers_of_every_dtype_that_ranks_change_differently_are_averaged_or_rank_0s(
+    ranks: RankPool, world_size: int, stage: int
+) -> None:
+    found = ranks(world_size, _every_dtype, stage)
+    plain = [EveryDtype() for _ in range(world_size)]
+    for index in range(2):
+        for rank, module in enumerate(plain):
+            module(*batch(index, rank))
+        for name, first in plain[0].named_buffers():
+            inexact = first.is_floating_point() or first.is_complex()
+            rows = torch.stack([module.get_buffer(name) for module in plain])
+            wide = torch.complex128 if rows.is_complex() else torch.float64
+            agreed = rows.to(wide).mean(0).to(first.dtype) if inexact else first.clone()
+            for module in plain:
+                module.get_buffer(name).copy_(agreed)
+            for of_engine, of_step in found:
+                torch.testing.assert_close(of_engine[index][name], agreed, msg=f"{name}: {{}}".format)
+                assert index == 0 or torch.equal(of_step[name], of_engine[1][name]), name

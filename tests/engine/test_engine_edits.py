@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import fzero
 import fzero.deepspeed as deepspeed
+from fzero.runtime.step_spec import MismatchError
 
 D = 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -287,11 +289,15 @@ def test_a_gradient_in_16_bits_is_the_state_s() -> None:
     assert all(torch.equal(x, weights[1][name]) for name, x in weights[0].items())
 
 
-def test_a_loss_outside_the_forward_is_refused_while_gradients_are_shown() -> None:
+def test_a_loss_outside_the_forward_adds_to_the_gradients_that_are_shown() -> None:
     engine, _ = _made(0, "AdamW")
+    weight = engine.module.head.weight
     engine.backward(engine(*batch(0, 0)))
-    with pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"):
-        engine.module.head.weight.square().sum().backward()
+    before = weight.grad.clone()
+    weight.square().sum().backward()
+    torch.testing.assert_close(weight.grad, before + 2 * weight.detach())
+    with engine.gathered(), pytest.raises(ValueError, match=r"'head\.weight': must be used inside the forward"):
+        weight.square().sum().backward()  # of copies
 
 
 def test_the_state_has_the_form_of_torch_optim() -> None:
@@ -386,3 +392,107 @@ def test_an_entry_that_was_removed_begins_anew_after_a_checkpoint_too(
         if not index:
             del optimizer.state[module.head.weight]
     _assert_alike(ranks(2, _restarts, stage, tmp_path)[0], (losses[1:], module.state_dict()))
+
+
+# --- changes that ranks make differently -------------------------------------------------------------------------
+
+
+def grads_by_rank(module: Any, optimizer: Any, rank: int) -> None:
+    module.head.weight.grad.mul_(1 + rank)
+
+
+def grads_on_one_rank(module: Any, optimizer: Any, rank: int) -> None:
+    if rank:
+        module.head.weight.grad.add_(1)
+
+
+def grad_none_on_one_rank(module: Any, optimizer: Any, rank: int) -> None:
+    if not rank:
+        module.head.weight.grad = module.head.bias.grad = None
+
+
+def moments_on_one_rank(module: Any, optimizer: Any, rank: int) -> None:
+    if rank:
+        optimizer.state[module.head.weight]["exp_avg"].mul_(0.5)
+
+
+def moments_by_rank(module: Any, optimizer: Any, rank: int) -> None:
+    optimizer.state[module.head.weight]["exp_avg"] = torch.full((D, D), float(rank))
+
+
+def counts_by_rank(module: Any, optimizer: Any, rank: int) -> None:
+    for entry in optimizer.state.values():
+        entry["step"].fill_(3 + rank)
+
+
+def alike(module: Any, optimizer: Any, rank: int) -> None:
+    """Every rank reads, and changes all in the same way; one rank reads more."""
+    for param in module.parameters():
+        if param.grad is not None:
+            param.grad.mul_(0.5)
+        for key in ("exp_avg", "exp_avg_sq") if param in optimizer.state else ():
+            optimizer.state[param][key].mul_(0.9)
+    if rank:
+        repr(optimizer.state)
+
+
+UNLIKE: dict[Any, tuple[str, bool]] = {
+    grads_by_rank: (r"'head\.weight\.grad' is 'values of checksum \w+' on rank 0 and 'values", True),
+    grads_on_one_rank: (r"\.grad' is None on rank 0 and 'values of checksum \w+' on rank 1", True),
+    grad_none_on_one_rank: (r"'head\.weight\.grad' is 'None' on rank 0 and None on rank 1", True),
+    moments_on_one_rank: (r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is None on rank 0 and 'values", False),
+    moments_by_rank: (
+        r"'optimizer\.state\[head\.weight\]\[exp_avg\]' is 'values of checksum \w+' on rank 0 and 'val",
+        False,
+    ),
+    counts_by_rank: (r"'optimizer\.state\[body\.weight\]\[step\]' is '3\.0' on rank 0 and '4\.0' on rank 1", False),
+}
+"""What ranks change differently, with the error, and whether it comes between a backward and the update."""
+
+
+def _unlike(edit: Callable[[Any, Any, int], None], stage: int, is_late: bool) -> tuple[str, list[str], int]:
+    """The error, the fingerprints of weights at the end, and the step in which it came."""
+    engine, _ = _made(stage, "AdamW")
+    index = 0
+    try:
+        for index in range(5):
+            if index == 2 and not is_late:
+                edit(engine.module, engine.optimizer, engine.global_rank)
+            engine.backward(engine(*batch(index, engine.global_rank)))
+            if index == 2 and is_late:
+                edit(engine.module, engine.optimizer, engine.global_rank)
+            engine.step()
+    except MismatchError as error:
+        return str(error), [], index
+    return "", [repr(x.tolist()) for x in engine.module_state_dict().values()], index
+
+
+@pytest.mark.parametrize("edit", UNLIKE)
+def test_copies_that_ranks_change_differently_are_an_error_by_the_next_backward(
+    ranks: RankPool, edit: Callable[[Any, Any, int], None]
+) -> None:
+    words, is_late = UNLIKE[edit]
+    for said, _, index in ranks(2, _unlike, edit, 0, is_late):
+        assert re.search(
+            "gradients and optimizer state that the script has changed: must be the same on all ranks", said
+        )
+        assert re.search(words, said) and "compute it from what is the same on all ranks" in said
+        assert index in (2, 3)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_copies_that_ranks_change_alike_stay_copies(ranks: RankPool, is_late: bool) -> None:
+    for said, weights, _ in (found := ranks(2, _unlike, alike, 0, is_late)):
+        assert not said and weights == found[0][1]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_moments_of_which_a_rank_holds_a_part_are_its_own_to_change(ranks: RankPool, stage: int) -> None:
+    for said, weights, _ in (found := ranks(2, _unlike, _own_part, stage, False)):
+        assert not said and weights == found[0][1]
+
+
+def _own_part(module: Any, optimizer: Any, rank: int) -> None:
+    if rank:
+        for param in module.parameters():
+            optimizer.state[param]["exp_avg"].mul_(0.5)

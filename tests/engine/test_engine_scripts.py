@@ -303,42 +303,67 @@ SIZES = [(12, 3), (13, 3), (29, 4), (15, 4), (3, 2), (7, 7)]
 """Samples of a dataset, and of a batch of one rank."""
 
 
-def _of_every_loader(num_samples: int, batch_size: int, drop_last: bool) -> dict[str, list[list[int]]]:
-    """The batches of the first epoch of each loader that the engine makes."""
+EPOCHS: list[list[int | None]] = [[None, None, None], [0, 1, 2], [4, 4, None], [3, 0, 3]]
+"""The epoch that a script sets before each; None where it sets none."""
+Epochs = dict[str, list[tuple[int, list[list[int]]]]]
+"""By loader, the length and the batches of each epoch."""
+
+
+def _drawn(loader: Any, epochs: list[int | None]) -> list[tuple[int, list[list[int]]]]:
+    found = []
+    for epoch in epochs:
+        if epoch is not None and hasattr(loader.data_sampler, "set_epoch"):
+            loader.data_sampler.set_epoch(epoch)
+        found.append((len(loader), [batch.tolist() for batch in loader]))
+    return found
+
+
+def _of_every_loader(num_samples: int, batch_size: int, drop_last: bool) -> list[Epochs]:
+    """The epochs of each loader that the engine makes, for each of `EPOCHS`."""
     data = list(range(num_samples))
     keys = {"train_micro_batch_size_per_gpu": batch_size, "dataloader_drop_last": drop_last}
-    engine, _, loader, _ = fzero.initialize(model=make(Net), config=settings(0, **keys), training_data=data)
-    layers = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss())
-    piped = fzero.initialize(model=layers, config=settings(0, **keys), training_data=data)[2]
-    made = {"training_data": loader, "pipeline": piped} | {
-        route: engine.deepspeed_io(data, route=route) for route in ("train", "eval", "predict")
-    }
-    sampler = list(reversed(data))
-    made["sampler"] = engine.deepspeed_io(data, data_sampler=sampler)
-    return {name: [batch.tolist() for batch in loader] for name, loader in made.items()}
+    layers, found = PipelineModule([nn.Linear(2, 2)], num_stages=1, loss_fn=nn.MSELoss()), list[Epochs]()
+    for epochs in EPOCHS:
+        engine, _, loader, _ = fzero.initialize(model=make(Net), config=settings(0, **keys), training_data=data)
+        piped = fzero.initialize(model=layers, config=settings(0, **keys), training_data=data)[2]
+        made = {"training_data": loader, "pipeline": piped} | {
+            route: engine.deepspeed_io(data, route=route) for route in ("train", "eval", "predict")
+        }
+        made["sampler"] = engine.deepspeed_io(data, data_sampler=list(reversed(data)))
+        found.append({name: _drawn(loader, epochs) for name, loader in made.items()})
+    return found
 
 
-def _deepspeeds(num: int, size: int, drop_last: bool, rank: int, of: Any) -> dict[str, list[list[int]]]:
-    """The batches of DeepSpeed's loaders: `of` makes one from a dataset, a sampler or None, and the rest."""
-    data = list(range(num))
-    in_order = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
-    samplers = dict.fromkeys(("training_data", "train")) | dict.fromkeys(("pipeline", "eval", "predict"), in_order)
-    samplers["sampler"] = [*reversed(data)]  # type: ignore[assignment]
-    return {name: [x.tolist() for x in of(data, sampler, size, drop_last, rank)] for name, sampler in samplers.items()}
+def _deepspeeds(num: int, size: int, drop_last: bool, rank: int, of: Any, *, counts: bool = False) -> list[Epochs]:
+    """The epochs of DeepSpeed's loaders: `of` makes one from a dataset, a sampler or None, and the rest.
+
+    `counts`: whether the epoch is set to 0, 1, 2 where the script does not set it.
+    """
+    data, found = list(range(num)), list[Epochs]()
+    for epochs in EPOCHS:
+        sets = [*range(3)] if counts and epochs == [None] * 3 else epochs
+        in_order = torch.utils.data.DistributedSampler(data, 2, rank, shuffle=False)  # type: ignore[arg-type, var-annotated]
+        samplers = dict.fromkeys(("training_data", "train")) | dict.fromkeys(("pipeline", "eval", "predict"), in_order)
+        samplers["sampler"] = [*reversed(data)]  # type: ignore[assignment]
+        found.append({name: _drawn(of(data, x, size, drop_last, rank), sets) for name, x in samplers.items()})  # type: ignore[arg-type]
+    return found
 
 
 def _as_deepspeed(data: Any, sampler: Any, size: int, drop_last: bool, rank: int) -> Any:
-    """What DeepSpeedDataLoader makes: an epoch of DistributedSampler's first order, padded to the ranks and then cut."""
+    """What DeepSpeedDataLoader makes: DistributedSampler's order of the epoch set last, padded to the ranks and then cut."""
     sampler = torch.utils.data.DistributedSampler(data, 2, rank) if sampler is None else sampler
-    return torch.utils.data.DataLoader(data, size, sampler=sampler, drop_last=drop_last)
+    loader: Any = torch.utils.data.DataLoader(data, size, sampler=sampler, drop_last=drop_last)
+    loader.data_sampler = sampler
+    return loader
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_loader_draws_the_batches_of_deepspeeds(ranks: RankPool, sizes: tuple[int, int], drop_last: bool) -> None:
-    """Order, shuffling, padding, and the number of batches of the first epoch. (Later ones are shuffled anew here.)"""
+    """Length, order, shuffling and padding of three epochs, whatever epochs a script sets. Where it sets none, each is shuffled
+    anew here: these are the batches of a script that counts its epochs. (DeepSpeed repeats the order of the first.)"""
     for rank, found in enumerate(ranks(2, _of_every_loader, *sizes, drop_last)):
-        assert found == _deepspeeds(*sizes, drop_last, rank, _as_deepspeed)
+        assert found == _deepspeeds(*sizes, drop_last, rank, _as_deepspeed, counts=True)
 
 
 @pytest.mark.long
@@ -352,6 +377,30 @@ def test_deepspeeds_loader_is_what_the_table_says() -> None:
     for (num, size), drop_last, rank in itertools.product(SIZES, (False, True), range(2)):
         args = (num, size, drop_last, rank)
         assert _deepspeeds(*args, of) == _deepspeeds(*args, _as_deepspeed), args
+        alone = _deepspeeds(*args, of)[0]["training_data"]
+        assert alone == [alone[0]] * 3, args
+
+
+def _sets_epochs(saved: dict[str, int] | None, epoch: int) -> tuple[list[list[int]], dict[str, int]]:
+    """The first two batches after a script has set the epoch, and the position."""
+    cfg = settings(0, train_micro_batch_size_per_gpu=3)
+    loader = fzero.initialize(model=make(Net), config=cfg, training_data=list(range(29)))[2]
+    if saved:
+        loader.load_state_dict(saved)
+    loader.data_sampler.set_epoch(epoch)
+    return [batch.tolist() for _, batch in zip(range(2), loader, strict=False)], loader.state_dict()
+
+
+def test_a_script_that_sets_the_epoch_it_resumes_in_goes_on_inside_it() -> None:
+    begun, saved = _sets_epochs(None, 5)
+    assert saved == {"epoch": 5, "samples": 6}
+    rest, _ = _sets_epochs(saved, 5)
+    other, _ = _sets_epochs(saved, 6)
+    fifth, sixth = (torch.utils.data.DistributedSampler(range(29), 1, 0) for _ in range(2))  # type: ignore[arg-type, var-annotated]
+    fifth.set_epoch(5)
+    sixth.set_epoch(6)
+    assert [*itertools.chain(*begun, *rest)] == [*fifth][:12]
+    assert [*itertools.chain(*other)] == [*sixth][:6] != [*fifth][:6]
 
 
 def test_a_loader_that_stopped_inside_a_batch_of_all_ranks_says_so() -> None:

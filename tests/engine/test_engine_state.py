@@ -239,7 +239,7 @@ def _away() -> list[str]:
     errors = []
     for use in (
         lambda: param + 1,
-        lambda: engine.module.head(torch.ones(1, WIDTH)),
+        lambda: nn.functional.linear(torch.ones(1, WIDTH), param),
         lambda: param.data.norm(),
         lambda: param.T,
     ):

@@ -255,7 +255,7 @@ def test_planned_buffers_are_those_that_a_running_step_takes(
         cfg |= {"data_types": {"grad_accum_dtype": "fp32"}}
     counted = Counted(monkeypatch)
     step = fzero.make_train_step(make(Uneven), cfg, mesh=fzero.comms.AbstractAxis("data", 3))
-    ranks = LockstepRanks(step.recipe, 3)
+    ranks = LockstepRanks(step.spec, 3)
     state = ranks.init()
     for _ in range(2):  # the order of gathers is known from the second on
         state, _ = ranks(state, stacked([vectors(rank, 4) for rank in range(3)]))
@@ -353,7 +353,7 @@ def test_a_dry_run_executes_the_events_of_a_running_step(
     batch = stacked([whole] * num_ranks)
     counted = Counted(monkeypatch)
     step = fzero.make_train_step(make(kind), cfg, mesh=fzero.comms.AbstractAxis("data", num_ranks))
-    ranks = LockstepRanks(step.recipe, num_ranks)
+    ranks = LockstepRanks(step.spec, num_ranks)
     state, _ = ranks(ranks.init(), batch)
     with recorded(Sequencer) as of_ranks, recorded(DryPass) as planned:
         ranks(state, batch)

@@ -122,11 +122,12 @@ def test_lora_is_merged_in_copies_alone() -> None:
 def _rolled(stage: int) -> Any:
     engine = _engine(stage)
     tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=0)
-    rollout = build_rollout(RolloutConfig(), engine, tokenizer)
+    rollout = build_rollout(SimpleNamespace(engine="hybrid_engine", enable_profiling=True), engine, tokenizer)
     torch.manual_seed(3 + engine.train_step.rank)
     request = RolloutRequest(ids(1), torch.ones_like(ids(1)))
     drawn = rollout.generate(request, SamplingConfig(8, n_samples_per_prompt=3))
     likeliest = rollout.generate(request, SamplingConfig(4, temperature=0))
+    assert rollout.get_last_profile()["num_generated_tokens"] == likeliest.input_ids[:, 4:].numel()
     rollout.sync_weights(1)
     rollout.shutdown()
     return drawn, likeliest, engine.module.training
@@ -143,6 +144,14 @@ def test_a_rollout_answers_each_prompt_and_ends_at_the_first_end(ranks: RankPool
             assert kept[0] and (answer[~kept] == 0).all() and not (answer[kept][:-1] == 0).any()
     assert not torch.equal(found[0][0].input_ids, found[1][0].input_ids)  # ranks draw different samples
     assert torch.equal(found[0][1].input_ids, found[1][1].input_ids)
+
+
+def test_what_a_rollout_does_not_use_is_said() -> None:
+    cfg = SimpleNamespace(engine="hybrid_engine", use_graph_capture=True, use_shared_prefill=True)
+    with pytest.warns(ConfigWarning, match="has no effect") as warned:
+        made = build_rollout(cfg, _engine(1), SimpleNamespace(pad_token_id=0, eos_token_id=None))
+    assert [str(w.message).partition(":")[0] for w in warned] == ["use_graph_capture", "use_shared_prefill"]
+    assert made.use_graph_capture and not made.enable_profiling  # type: ignore[attr-defined]
 
 
 def test_wrong_shapes_of_a_rollout_are_named() -> None:

@@ -27,7 +27,7 @@ def _held(stage: int, precision: str) -> Any:
     step = fzero.make_train_step(gpt2(), fzero.Config.load(settings(stage, precision)), loss_fn=loss_of)
     state = step.init()
     counter = ActivationCounter()
-    counter.ignore([*step.recipe.model.parameters(), *state.params.values(), *state.buffers.values()])
+    counter.ignore([*step.spec.model.parameters(), *state.params.values(), *state.buffers.values()])
     with counter, fzero.generating(step, state, fuse=False) as model:
         gc.collect()
         counter.mark("fetch")

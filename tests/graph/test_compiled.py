@@ -551,7 +551,7 @@ def _evaluations(stage: int) -> tuple[list[float], list[float], int]:
         state, own = step.init(), part(vectors(0), step.rank, step.world_size)
         before = [x.clone() for x in optree.tree_leaves(state)]
         losses.append([step.evaluate(state, own).item() for _ in range(2)])
-        assert all(map(torch.equal, before, optree.tree_leaves(state))) and step.runtime.recipe.model.training
+        assert all(map(torch.equal, before, optree.tree_leaves(state))) and step.runtime.spec.model.training
     assert step.program is not None
     return losses[0], losses[1], len(step.program.compiled.graphs)
 

@@ -237,7 +237,7 @@ def _losses(change: Callable[[Reads, Times], None] | None, options: dict[str, An
         by_default.__defaults__[0][0] = 2.0  # type: ignore[index]
         loss_fn = Times()
         step = fzero.make_train_step(make(Reads), config(0), loss_fn=loss_fn, **options)
-        model, state, losses = step.runtime.recipe.model, step.init(), []
+        model, state, losses = step.runtime.spec.model, step.init(), []
         for index in (0, 1, 2, 0, 1):
             if len(losses) == 3 and change is not None:
                 change(model, loss_fn)  # type: ignore[arg-type]

@@ -1,7 +1,8 @@
 """A law of drawn models: each trains as in a plain loop in every runner, also if it is edited between two steps, or is refused.
 
-A model is a chain of parts, each of which has a peculiarity of ordinary code. `DRAWS` and `ZOO_SEED` set how many are drawn, and
-from which seed. `python tests/laws/test_drawn_models.py` prints what became of each.
+A model is a chain of parts, each with a peculiarity of ordinary code. It trains on one rank, on two or three processes, or
+on as many simulated ranks. `DRAWS` and `ZOO_SEED` set how many are drawn, and from which seed.
+`python tests/laws/test_drawn_models.py` prints what became of each.
 """
 
 from __future__ import annotations
@@ -10,10 +11,11 @@ import os
 import random
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
+from ranks import RankError, RankPool
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
@@ -354,12 +356,14 @@ class Draw(NamedTuple):
     num_micro_steps: int
     api: str
     runner: str
+    world_size: int
+    ranks: Literal["real", "lockstep"]
 
     @classmethod
     def of(cls, seed: int) -> Draw:
         """A choice of everything."""
         choose = random.Random(seed)
-        return cls(
+        draw = cls(
             tuple(choose.sample(sorted(PARTS), choose.randint(1, 3))),
             is_tied=choose.random() < 0.4,
             repeats=choose.randint(1, 3),
@@ -369,41 +373,66 @@ class Draw(NamedTuple):
             num_micro_steps=choose.randint(1, 2),
             api=choose.choice(["step", "step", "engine"]),
             runner=choose.choice(["eager", "block", "step", "step"]),
+            world_size=choose.choice([1, 2, 2, 3]),
+            ranks="real",
         )
+        if draw.world_size > 1 and choose.random() < 0.4:  # simulated ranks have no engine, graphs or edits
+            draw = draw._replace(ranks="lockstep", api="step", runner="eager", edit="none")
+        return draw
 
     def model(self) -> Chain:
         torch.manual_seed(len(self.parts))
         return Chain(self.parts, is_tied=self.is_tied, repeats=self.repeats)
 
 
-def batches() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
+def batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1 + rank)
     return [
         (torch.randn(ROWS, LENGTH, WIDTH, generator=generator), torch.randn(ROWS, LENGTH, WIDTH, generator=generator))
         for _ in range(STEPS)
     ]
 
 
-Result = tuple[list[float], dict[str, Tensor]]
+class Result(NamedTuple):
+    """What a rank found: losses, weights and buffers; and the random state that it began with."""
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    rng: Tensor
+    warned: tuple[str, ...] = ()
 
 
-def plainly(draw: Draw, rng: Tensor) -> Result:
-    """The oracle. An edit comes before the third step."""
-    model, losses = draw.model(), list[float]()
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
-    torch.set_rng_state(rng)
-    for index, batch in enumerate(batches()):
-        if index == 2:
-            EDITS[draw.edit](model)
+def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
+    """The oracle: a model for each rank, one after the other; means of gradients and buffers. An edit comes before step 3."""
+    models, losses, rngs = [draw.model() for _ in rngs], list[float](), list(rngs)
+    sgds = [torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR) for model in models]
+    for index in range(STEPS):
         loss_sum = 0.0
-        for x, y in zip(*(t.chunk(draw.num_micro_steps) for t in batch), strict=True):
-            loss = LOSSES[draw.loss](model, (x, y))
-            (loss / draw.num_micro_steps).backward()
-            loss_sum += loss.item() / draw.num_micro_steps
+        for rank, model in enumerate(models):
+            torch.set_rng_state(rngs[rank])
+            if index == 2:
+                EDITS[draw.edit](model)
+            for x, y in zip(*(t.chunk(draw.num_micro_steps) for t in batches(rank)[index]), strict=True):
+                loss = LOSSES[draw.loss](model, (x, y))
+                (loss / draw.num_micro_steps).backward()
+                loss_sum += loss.item() / draw.num_micro_steps / len(models)
+            rngs[rank] = torch.get_rng_state()
         losses.append(loss_sum)
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, {name: x.detach().clone() for name, x in model.state_dict().items()}
+        for params in zip(*(model.parameters() for model in models), strict=True):
+            if any(p.grad is not None for p in params):
+                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in params]).mean(0)
+                for p in params:
+                    p.grad = mean.clone()
+        with torch.no_grad():
+            for buffers in zip(*(model.buffers() for model in models), strict=True):
+                exact = not buffers[0].is_floating_point()
+                agreed = buffers[0].clone() if exact else torch.stack([*buffers]).mean(0)
+                for buffer in buffers:
+                    buffer.copy_(agreed)
+        for sgd in sgds:
+            sgd.step()
+            sgd.zero_grad()
+    return Result(losses, {name: x.detach().clone() for name, x in models[0].state_dict().items()}, rngs[0])
 
 
 def config(draw: Draw) -> dict[str, Any]:
@@ -416,26 +445,26 @@ def config(draw: Draw) -> dict[str, Any]:
     }
 
 
-def by_step(draw: Draw) -> tuple[Result, Tensor]:
+def by_step(draw: Draw) -> Result:
     model = draw.model()
     how: dict[str, Any] = {} if draw.runner == "eager" else {"compile": draw.runner, "compile_backend": "aot_eager"}
     step = fzero.make_train_step(model, config(draw), loss_fn=LOSSES[draw.loss], **how)
     state, losses = step.init(), list[float]()
     rng = state.rng["cpu"].clone()
-    for index, batch in enumerate(batches()):
+    for index, batch in enumerate(batches(step.rank)):
         if index == 2:
             EDITS[draw.edit](model)
         state, metrics = step(state, batch)
         losses.append(metrics.loss.item())
-    return (losses, step.gather(state)), rng
+    return Result(losses, step.gather(state), rng)
 
 
-def by_engine(draw: Draw) -> tuple[Result, Tensor]:
+def by_engine(draw: Draw) -> Result:
     model, losses = draw.model(), list[float]()
     engine = fzero.initialize(model=model, config=config(draw))[0]
     torch.manual_seed(3)
     rng = torch.get_rng_state()  # a script's own
-    for index, batch in enumerate(batches()):
+    for index, batch in enumerate(batches(engine.global_rank)):
         if index == 2:
             EDITS[draw.edit](engine.module)
         loss_sum = 0.0
@@ -445,50 +474,88 @@ def by_engine(draw: Draw) -> tuple[Result, Tensor]:
             engine.step()
             loss_sum += loss.item() / draw.num_micro_steps
         losses.append(loss_sum)
-    return (losses, engine.module_state_dict()), rng
+    return Result(losses, engine.module_state_dict(), rng)
 
 
-def verdict(draw: Draw) -> str:
+def in_lockstep(draw: Draw) -> list[Result]:
+    mesh = fzero.comms.AbstractAxis("data", draw.world_size)
+    step = fzero.make_train_step(draw.model(), config(draw), loss_fn=LOSSES[draw.loss], mesh=mesh)
+    ranks, losses = fzero.simulate(step, draw.world_size, by="lockstep"), list[float]()
+    state = ranks.init()
+    rngs = [one.rng["cpu"].clone() for one in fzero.simulation.unstacked(state, draw.world_size)]
+    for batch in zip(*(batches(rank) for rank in range(draw.world_size)), strict=True):
+        state, metrics = ranks(state, tuple(torch.stack(parts) for parts in zip(*batch, strict=True)))
+        losses.append(metrics.loss.item())
+    return [Result(losses, ranks.gather(state), rng) for rng in rngs]
+
+
+def on_rank(draw: Draw) -> Result:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = by_engine(draw) if draw.api == "engine" else by_step(draw)
+    said = [one for one in warned if "fzero" in str(one.filename) or "forward" in str(one.message)]
+    return found._replace(warned=tuple(str(one.message).splitlines()[0] for one in said))
+
+
+def run(draw: Draw, ranks: RankPool) -> list[Result]:
+    """The results of all ranks. Raises the error of the first rank that raises one of its own."""
+    if draw.world_size == 1:
+        return [on_rank(draw)]
+    if draw.ranks == "lockstep":
+        return in_lockstep(draw)
+    try:
+        return ranks(draw.world_size, on_rank, draw)
+    except RankError as error:
+        own = [e for e in error.errors if e is not None and not isinstance(e, fzero.CollectiveError)]
+        raise (own or [error])[0] from None
+
+
+def verdict(draw: Draw, ranks: RankPool) -> str:
     """`alike`, the refusal, or what is wrong."""
     try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            found, rng = by_engine(draw) if draw.api == "engine" else by_step(draw)
+        found = run(draw, ranks)
     except Exception as error:
         text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         try:
-            plainly(draw, torch.get_rng_state())
+            plainly(draw, [torch.get_rng_state()] * draw.world_size)
         except Exception as plain:
             if str(plain) == str(error):
                 return f"as the plain loop: {text}"
         is_own = type(error).__module__.startswith("fzero") or "; " in text
         return f"refused: {text}" if is_own else f"WRONG, a foreign error: {text}"
-    expected = plainly(draw, rng)
-    drift = max((abs(a - b) / max(abs(b), 1e-9) for a, b in zip(found[0], expected[0], strict=True)), default=0.0)
-    named = {name for name in expected[1] if name in found[1]}
-    far = [n for n in named if not torch.allclose(found[1][n].double(), expected[1][n].double(), rtol=2e-4, atol=2e-5)]
-    if drift < 1e-4 and not far and named == set(expected[1]):
+    expected = plainly(draw, [one.rng for one in found])
+    losses = [sum(each) / len(found) for each in zip(*(one.losses for one in found), strict=True)]
+    drift = max((abs(a - b) / max(abs(b), 1e-9) for a, b in zip(losses, expected.losses, strict=True)), default=0.0)
+    first, wanted = found[0].weights, expected.weights
+    named = {name for name in wanted if name in first}
+    far = [n for n in named if not torch.allclose(first[n].double(), wanted[n].double(), rtol=2e-4, atol=2e-5)]
+    apart = [n for n in named for one in found if not torch.equal(one.weights[n], first[n])]
+    if drift < 1e-4 and not far and not apart and named == set(wanted):
         return "alike"
-    said = [
-        str(one.message).splitlines()[0]
-        for one in warned
-        if "fzero" in str(one.filename) or "forward" in str(one.message)
-    ]
-    if said and draw.edit != "none":
-        return f"warned: {said[0]}"
-    missing = sorted(set(expected[1]) - named)
-    return f"WRONG, losses differ by {drift:.1e}, weights {far[:3]}, missing {missing[:3]}, warned {said[:2]}"
+    warned = [line for one in found for line in one.warned]
+    if warned and draw.edit != "none":
+        return f"warned: {warned[0]}"
+    missing = sorted(set(wanted) - named)
+    return f"WRONG, losses differ by {drift:.1e}, weights {far[:3]}, apart {apart[:3]}, missing {missing[:3]}, {warned[:2]}"
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", range(DRAWS))
-def test_a_drawn_model_trains_as_in_a_plain_loop_or_is_refused(number: int) -> None:
+def test_a_drawn_model_trains_as_in_a_plain_loop_or_is_refused(number: int, ranks: RankPool) -> None:
     draw = Draw.of(1000 * SEED + number)
-    found = verdict(draw)
+    found = verdict(draw, ranks)
     assert not found.startswith("WRONG"), f"{draw}: {found}"
 
 
-if __name__ == "__main__":
+def main() -> None:
+    pool = RankPool()
     for number in range(DRAWS):
         draw = Draw.of(1000 * SEED + number)
-        print(number, verdict(draw), "|", draw, flush=True)
+        print(number, verdict(draw, pool), "|", draw, flush=True)
+    pool.close()
+
+
+if __name__ == "__main__":
+    from test_drawn_models import main as begin  # ranks import what they run from there
+
+    begin()

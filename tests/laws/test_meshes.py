@@ -57,7 +57,7 @@ def in_lockstep(
 ) -> LockstepRanks:
     fake = fzero.comms.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh))
     step = fzero.make_train_step(make(model), config_of(mode, mesh, **keys), mesh=fake, **options)
-    return LockstepRanks(step.recipe, mesh.size, observe, mesh=fake.mesh)
+    return LockstepRanks(step.spec, mesh.size, observe, mesh=fake.mesh)
 
 
 def train(simulated: LockstepRanks, data: Any, num_steps: int) -> tuple[list[Any], dict[str, torch.Tensor]]:

@@ -65,7 +65,7 @@ def simulated(
         mesh=fzero.comms.AbstractAxis("data", mesh.size, mesh=given_mesh(mode, mesh)),
         **options,
     )
-    return LockstepRanks(step.recipe, mesh.size, observe, mesh=given_mesh(mode, mesh))
+    return LockstepRanks(step.spec, mesh.size, observe, mesh=given_mesh(mode, mesh))
 
 
 def run(ranks: LockstepRanks, data: Any, num_steps: int = 3) -> tuple[list[fzero.Metrics], Any]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import optree
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint, create_selective_checkpoint_contexts
-from training import Block, Odd, Plain, config, make, part, tokens, vectors
+from training import Block, Odd, Plain, adamw, config, make, part, tokens, train_plainly, vectors
 
 import fzero
 from fzero.config.config import Config, ConfigError
@@ -389,6 +390,62 @@ def test_the_same_collectives_are_issued(
             assert gathers == {f"gather blocks.{i}/float32": 2 if i < 4 else 1 for i in range(5)}
 
 
+# --- reentrant checkpoints ----------------------------------------------------------------------------------------
+
+
+class Reentrant(nn.Module):
+    """Reentrant checkpoints, whose backwards run inside the backward of the step, share units with each other."""
+
+    def __init__(self, of: Literal["scale", "blocks", "nested"]) -> None:
+        super().__init__()
+        self.inlet, self.outlet, self.of = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), of
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.scale * self.inlet(x) if self.of == "scale" else self.inlet(x)
+        for _ in range(2 if self.of == "blocks" else 1):
+            for block in self.blocks:
+                x = torch_checkpoint(self.inside, block, x, use_reentrant=True)
+        return nn.functional.mse_loss(self.outlet(x), y)
+
+    def inside(self, block: nn.Module, x: Tensor) -> Tensor:
+        if self.of == "nested":
+            return self.scale * torch_checkpoint(block, x, use_reentrant=True)
+        return self.scale * block(x) if self.of == "scale" else block(x)
+
+
+def _negotiations(of: Any, stage: int) -> tuple[list[int], list[tuple[float, float]], dict[str, Tensor]]:
+    """The number of negotiations in each of six steps, without a warning; (loss, norm) of each; and the weights."""
+    log: list[fzero.comms.CommRecord] = []
+    step = fzero.make_train_step(
+        make(lambda: Reentrant(of)), config(stage), mesh=replace(fzero.join(), observe=log.append)
+    )
+    state, counts, curve = step.init(), list[int](), list[tuple[float, float]]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for index in range(6):
+            log.clear()
+            state, metrics = step(state, part(vectors(index), step.rank, step.world_size))
+            counts.append(sum(sent.label.purpose == "negotiate" for sent in log))
+            curve.append((metrics.loss.item(), metrics.grad_norm.item()))
+    return counts, curve, step.gather(state)
+
+
+@pytest.mark.parametrize("of", ["scale", "blocks", "nested"])
+def test_the_order_of_reentrant_checkpoints_is_learned_once_and_all_stages_give_the_same_bits(
+    ranks: RankPool, of: str
+) -> None:
+    """Each inner backward completes the gradients of its units: a unit that several share is reduced once for each."""
+    expected = train_plainly(lambda: Reentrant(of), vectors, adamw, num_steps=6)  # type: ignore[arg-type]
+    first = ranks(3, _negotiations, of, 0)[0][1:]
+    torch.testing.assert_close(first, expected, rtol=2e-6, atol=1e-5)
+    for stage in (1, 2, 3):
+        for counts, curve, weights in ranks(3, _negotiations, of, stage):
+            assert counts[0] and not any(counts[1:])
+            assert curve == first[0] and all(torch.equal(weights[name], first[1][name]) for name in weights)
+
+
 # --- bytes kept for the backward ---------------------------------------------------------------------------------
 
 
@@ -547,7 +604,7 @@ def test_a_model_without_blocks_is_refused(field: str, options: dict[str, Any]) 
 def test_modules_named_as_units_are_checkpointed() -> None:
     assert choose_modules(make(Odd), 1, blocks=["embed", "blocks", "norm"]) == ("embed", "norm")
     step = fzero.make_train_step(make(Odd), config(3), units=["blocks.*"], checkpoint=2)
-    assert step.recipe.checkpointing.names == ("blocks.0", "blocks.2")
+    assert step.spec.checkpointing.names == ("blocks.0", "blocks.2")
 
 
 def _differs(rank_dependent: bool) -> str:

@@ -167,7 +167,7 @@ def test_recomputed_blocks_store_their_inputs_and_take_a_forward_more() -> None:
 def test_a_module_is_planned_as_it_is_explained() -> None:
     step = made("1f1b", 8, fzero.comms.AbstractAxis.of(Mesh.of(pipe=STAGES, data=DATA)))
     explained: Any = step.explain(batch(8))
-    model = step.recipe.model
+    model = step.spec.model
     planned = plan_pipeline(
         model, config(8), stages=STAGES, world_size=STAGES * DATA, batch=batch(1), bounds=model.parts, device="cpu"
     )  # type: ignore[arg-type]

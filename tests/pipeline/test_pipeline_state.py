@@ -111,7 +111,7 @@ def test_layers_described_by_specs_may_be_built_on_meta(tmp_path: Path) -> None:
     for other in made[1:]:
         assert_same(other, made[0])
     step = step_of(module(2), 2, on_meta)
-    assert all(p.is_meta for p in step.runtime.recipe.model.parameters())
+    assert all(p.is_meta for p in step.runtime.spec.model.parameters())
     assert_same(trained(step, str(tmp_path)), wanted)
 
 

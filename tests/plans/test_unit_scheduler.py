@@ -74,6 +74,7 @@ class Rank:
     rules: UnitRules
     scheduler: UnitScheduler
     record: list[Event]
+    is_reentrant: bool = False  # whether the backward runs each visit again, with the first unit, and completes both
 
     def request(self, events: Sequence[Event]) -> Iterator[None]:
         """Records events, and waits while the scheduler has a wish."""
@@ -93,17 +94,45 @@ class Rank:
         """Unpacks each visit's unit twice, around the first of its gradients."""
         scheduler = self.scheduler
         scheduler.begin(order)
-        scheduler.begin_backward(is_last=is_last, visits=Counter(visits))
+        scheduler.begin_backward(is_last=is_last, visits=Counter(() if self.is_reentrant else visits))
+        shared = next(iter(self.rules.units))
         for unit in reversed(visits):
+            if self.is_reentrant:
+                for used in (unit, shared):
+                    yield from self.request(scheduler.enter(used))
+                    self.record.append(Event("use", used))
+                yield from self.gradients(shared)
+            yield from self.gradients(unit)
+        yield from self.request(scheduler.end_backward())
+        self.record += scheduler.finish()
+
+    def gradients(self, unit: str) -> Iterator[None]:
+        """The gradients of a visit."""
+        scheduler = self.scheduler
+        yield from self.request(scheduler.need(unit))
+        self.record.append(Event("use", unit))
+        for grad in self.rules.units[unit].grads:
+            yield from self.request(scheduler.collect(unit, grad.key))
             yield from self.request(scheduler.need(unit))
             self.record.append(Event("use", unit))
+        if self.rules.units[unit].grads:
+            self.record.append(Event("grad", unit))
+            yield from self.request(scheduler.end_visit(unit))
+
+    def beside(self, order: Sequence[Event] | None, visits: Visits, outside: tuple[Visits, Visits]) -> Iterator[None]:
+        """A forward, or none, and a backward with gradients from outside of it, before and after those of the visits."""
+        if visits:
+            yield from self.forward((BOUNDARY,), visits)
+        scheduler, trained = self.scheduler, [name for name, unit in self.rules.units.items() if unit.grads]
+        early, late = ([unit for unit in units if unit in trained] for units in outside)
+        scheduler.begin(order)
+        scheduler.begin_backward(is_last=True, visits=Counter(visits))
+        scheduler.expect([*early, *late])
+        for unit in (*early, *(unit for unit in reversed(visits) if unit in trained), *late):
             for grad in self.rules.units[unit].grads:
                 yield from self.request(scheduler.collect(unit, grad.key))
-                yield from self.request(scheduler.need(unit))
-                self.record.append(Event("use", unit))
-            if self.rules.units[unit].grads:
-                self.record.append(Event("grad", unit))
-                yield from self.request(scheduler.end_visit(unit))
+            self.record.append(Event("grad", unit))
+            yield from self.request(scheduler.end_visit(unit))
         yield from self.request(scheduler.end_backward())
         self.record += scheduler.finish()
 
@@ -146,10 +175,11 @@ def train(
     *,
     num_micro_steps: int = 1,
     device: str = "cuda",
+    is_reentrant: bool = False,
 ) -> list[list[Event]]:
     """One step of all ranks; returns their records. Learns orders, or follows them."""
     alone = len(visits_by_rank) == 1
-    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), []) for _ in visits_by_rank]
+    ranks = [Rank(rules, UnitScheduler(rules, device=device, is_alone=alone), [], is_reentrant) for _ in visits_by_rank]
     for micro_step in range(num_micro_steps):
         for kind in ("forward", "backward"):
             run: Run = (kind, 0)
@@ -190,6 +220,22 @@ def test_the_checker_accepts_every_schedule_of_ranks_that_run_the_same_model(
         assert max(used) <= peak <= rules.most_gathered()
 
 
+@given(steps(), st.integers(1, 2), devices)
+def test_ranks_whose_backward_completes_each_visit_for_itself_learn_its_order(
+    step: tuple[UnitRules, Visits], num_micro_steps: int, device: str
+) -> None:
+    """Reentrant checkpoints: a unit that several use is reduced after each."""
+    rules, visits = step
+    orders = Orders()
+    for _ in range(17):
+        records = train(
+            rules, [visits] * rules.world_size, orders,
+            num_micro_steps=num_micro_steps, device=device, is_reentrant=True,
+        )  # fmt: skip
+        check_schedules(records, rules)
+    assert not orders.varying and not any(event.kind in ("negotiate", "depart") for event in records[0])
+
+
 @given(st.data(), devices)
 def test_the_checker_accepts_what_ranks_negotiate_that_skip_visits(data: st.DataObject, device: str) -> None:
     rules, visits = data.draw(steps())
@@ -227,6 +273,29 @@ def test_the_checker_accepts_what_ranks_do_that_all_depart_from_a_learned_order(
         found = Counter(event for event in records[0] if event.kind in ("boundary", "reduce"))
         trained = [name for name, unit in rules.units.items() if unit.grads]
         assert found == Counter([BOUNDARY, *(Event("reduce", name) for name in trained)]), "each comes once"
+
+
+@given(st.data(), devices)
+def test_the_checker_accepts_gradients_from_outside_of_the_forwards_that_differ_by_rank(
+    data: st.DataObject, device: str
+) -> None:
+    drawn = data.draw(unit_rules())
+    rules = replace(drawn, units={name: replace(unit, gathered_numel=0) for name, unit in drawn.units.items()})
+    some, order = st.lists(st.sampled_from(sorted(rules.units)), max_size=4, unique=True), None
+    for _ in range(3):
+        ranks = [
+            Rank(rules, UnitScheduler(rules, device=device, is_alone=rules.world_size == 1), [])
+            for _ in range(rules.world_size)
+        ]
+        programs = [rank.beside(order, data.draw(some), (data.draw(some), data.draw(some))) for rank in ranks]
+        run_together(ranks, programs, Orders(), ("backward",))
+        check_schedules([[event for event in rank.record if event != BOUNDARY] for rank in ranks], rules)
+        for rank in ranks:
+            found = Counter(event.unit for event in rank.record if event.kind == "reduce")
+            assert found.keys() == {name for name, unit in rules.units.items() if unit.grads}
+            followed = Counter(event.unit for event in order if event.kind == "reduce") if order else found
+            assert found == followed, "a learned order holds, whichever units the ranks use"
+        order = order or ranks[0].scheduler.recorded(("backward",), differ=False)[0]
 
 
 BETWEEN = UnitRules(

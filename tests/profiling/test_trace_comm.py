@@ -301,7 +301,7 @@ def test_every_byte_that_a_rank_sends_is_reported(
     for stage in (3,) if keys else (0, 2, 3):
         recipe = fzero.make_train_step(
             make(Normed), config(stage, **keys), mesh=fzero.comms.AbstractAxis("data", 4, mesh=mesh)
-        ).recipe
+        ).spec
         ranks = LockstepRanks(recipe, 4, lambda rank, sent: log.append(sent) if rank == 1 else None, mesh)
         state = ranks.init()
         for index in range(2):  # the first negotiates

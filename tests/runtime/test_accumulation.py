@@ -382,7 +382,7 @@ def test_ranks_with_other_numbers_of_backwards_are_reported(stage: int, model: A
             window = step.begin(state)
             for k in range(num):
                 x, y = vectors(k)
-                loss = step.forward(window, lambda: step.recipe.model(x, y))  # noqa: B023
+                loss = step.forward(window, lambda: step.spec.model(x, y))  # noqa: B023
                 window = step.backward(window, loss, num_parts=2, is_last=k == num - 1 or not tells)
             state, _ = step.update(window)
 

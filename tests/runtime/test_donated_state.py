@@ -112,7 +112,7 @@ def test_a_round_is_updated_once_and_not_after_an_error_ended_it() -> None:
 
     def collect(state: Any) -> Any:
         window = step.begin(state)
-        loss = step.forward(window, lambda: step.recipe.model(*batch))
+        loss = step.forward(window, lambda: step.spec.model(*batch))
         return step.backward(window, loss)
 
     window, other = collect(state := step.init()), step.begin(state)

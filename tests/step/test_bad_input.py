@@ -396,7 +396,7 @@ def _with_bad_losses(stage: int) -> list[tuple[str, str]]:
 
     for bad in (_elsewhere, _goes_backward):
         current.append(bad)
-        for attempt in (lambda: step(state, batch), lambda: run(step.recipe.model, batch, bad)):  # noqa: B023
+        for attempt in (lambda: step(state, batch), lambda: run(step.spec.model, batch, bad)):  # noqa: B023
             with pytest.raises((ValueError, RuntimeError), match="backward: ") as caught:
                 attempt()
             found.append((bad.__name__, str(caught.value)))

@@ -148,7 +148,7 @@ def test_ranks_in_lockstep_compute_with_the_callers_number_of_threads() -> None:
 def test_a_rank_in_lockstep_keeps_what_the_model_counts_for_itself() -> None:
     simulated = fzero.simulate(_step(CASES["noisy"], 0), 3, by="lockstep")
     simulated(simulated.init(), for_ranks(vectors(0, 24), 3))
-    assert [rank.recipe.model.num_calls for rank in simulated.steps] == [2] * 3  # micro-steps
+    assert [rank.spec.model.num_calls for rank in simulated.steps] == [2] * 3  # micro-steps
 
 
 @pytest.mark.covering(0)

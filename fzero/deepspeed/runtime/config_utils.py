@@ -5,24 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from fzero.config.deepspeed_models import DeepSpeedConfigModel, pp_int
 
 
-class DeepSpeedConfigModel(BaseModel):
-    """The base of a script's own blocks of a configuration."""
-
-    model_config = ConfigDict(
-        validate_default=True, validate_assignment=True, use_enum_values=True, populate_by_name=True, extra="forbid",
-        arbitrary_types_allowed=True, protected_namespaces=(),
-    )  # fmt: skip
-
-    def __init__(self, strict: bool = False, **data: Any) -> None:
-        given = (
-            data
-            if strict
-            else {key: value for key, value in data.items() if value != "auto" or key == "replace_method"}
-        )
-        super().__init__(**given)
+def get_config_default(config: type[DeepSpeedConfigModel], field_name: str) -> Any:
+    """The default of a field of a block."""
+    field = config.model_fields.get(field_name)
+    assert field is not None, f"'{field_name}' is not a field in {config}"
+    assert not field.is_required(), f"'{field_name}' is a required field and does not have a default value"
+    return field.get_default()
 
 
 def get_scalar_param(param_dict: dict[str, Any], param_name: str, param_default_value: Any) -> Any:
@@ -41,3 +32,14 @@ def dict_raise_error_on_duplicate_keys(ordered_pairs: Sequence[tuple[str, Any]])
         twice = sorted({key for key in keys if keys.count(key) > 1})
         raise ValueError(f"config: must hold each key once in an object, got {twice} more often; remove the others")
     return found
+
+
+__all__ = [
+    "DeepSpeedConfigModel",
+    "dict_raise_error_on_duplicate_keys",
+    "get_config_default",
+    "get_dict_param",
+    "get_list_param",
+    "get_scalar_param",
+    "pp_int",
+]

@@ -70,6 +70,16 @@ def get_checkpoint_files(checkpoint_dir: str | Path, glob_pattern: str) -> list[
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
 
 
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """The file of rank 0's model states in a checkpoint of DeepSpeed, which has another name in stage 3."""
+    if not os.path.isdir(checkpoint_dir):
+        raise FileNotFoundError(f"Directory '{checkpoint_dir}' doesn't exist")
+    file = os.path.join(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
+    if not os.path.exists(file):
+        raise FileNotFoundError(f"can't find model states file at '{file}'")
+    return file
+
+
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
     """The files of optimizer states in a checkpoint of DeepSpeed."""
     return get_checkpoint_files(checkpoint_dir, "*_optim_states.pt")

@@ -7,4 +7,4 @@ from zoo.oddities import ODDITIES
 
 ZOO: dict[str, Case] = {**ODDITIES, **HUB}
 
-__all__ = ["NUM_STEPS", "ROWS", "WORLD_SIZE", "ZOO", "Case"]
+__all__ = ["HUB", "NUM_STEPS", "ROWS", "WORLD_SIZE", "ZOO", "Case"]

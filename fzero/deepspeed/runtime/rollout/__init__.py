@@ -21,7 +21,7 @@ def build_rollout(
     """The rollout engine that a configuration names; `"hybrid_engine"` is the only one.
 
     Args:
-        rollout_cfg: a `RolloutConfig`, or another object with an attribute `engine`.
+        rollout_cfg: a `RolloutConfig`, or another object with an attribute `engine`; `HybridEngineRollout` reads the others.
         student_engine, tokenizer: both are required; the tokenizer has `pad_token_id` or `eos_token_id`.
     """
     if rollout_cfg.engine != "hybrid_engine":
@@ -32,8 +32,7 @@ def build_rollout(
     if student_engine is None or tokenizer is None:
         missing = "student_engine" if student_engine is None else "tokenizer"
         raise ValueError(f"build_rollout: needs student_engine and tokenizer, got no {missing}; pass both")
-    captures = getattr(rollout_cfg, "use_graph_capture", False)
-    return HybridEngineRollout(student_engine, tokenizer, HybridEngineRolloutConfig(captures))
+    return HybridEngineRollout(student_engine, tokenizer, rollout_cfg)
 
 
 __all__ = [

@@ -10,6 +10,7 @@ from fzero.deepspeed.runtime.zero import (
     partition_parameters,
     stage3,
     stage_1_and_2,
+    tiling,
     utils,
 )
 from fzero.deepspeed.runtime.zero.mics import MiCS_Init
@@ -23,12 +24,15 @@ from fzero.deepspeed.runtime.zero.partition_parameters import (
     unregister_external_parameter,
 )
 from fzero.deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+from fzero.deepspeed.runtime.zero.tiling import TiledLinear, TiledLinearReturnBias
 
 __all__ = [
     "DeepSpeedZeRoOffload",
     "GatheredParameters",
     "Init",
     "MiCS_Init",
+    "TiledLinear",
+    "TiledLinearReturnBias",
     "ZeroParamStatus",
     "ZeroParamType",
     "config",
@@ -39,6 +43,7 @@ __all__ = [
     "register_external_parameter",
     "stage3",
     "stage_1_and_2",
+    "tiling",
     "unregister_external_parameter",
     "unwrap_model_for_generation",
     "utils",

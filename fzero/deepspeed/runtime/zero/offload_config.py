@@ -1,16 +1,14 @@
-"""`deepspeed.runtime.zero.offload_config`: names of places and of state, for `offload_states`."""
+"""`deepspeed.runtime.zero.offload_config`: the blocks of offload, and names of places and of state, for `offload_states`."""
 
 from __future__ import annotations
 
 from enum import Enum
 
-
-class OffloadDeviceEnum(str, Enum):  # noqa: UP042 - its str() is DeepSpeed's
-    """Where state may be."""
-
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
+from fzero.config.deepspeed_models import (
+    DeepSpeedZeroOffloadOptimizerConfig,
+    DeepSpeedZeroOffloadParamConfig,
+    OffloadDeviceEnum,
+)
 
 
 class OffloadStateTypeEnum(str, Enum):  # noqa: UP042 - its str() is DeepSpeed's
@@ -21,3 +19,11 @@ class OffloadStateTypeEnum(str, Enum):  # noqa: UP042 - its str() is DeepSpeed's
     lp_params = "lp_params"
     lp_grads = "lp_grads"
     contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+__all__ = [
+    "DeepSpeedZeroOffloadOptimizerConfig",
+    "DeepSpeedZeroOffloadParamConfig",
+    "OffloadDeviceEnum",
+    "OffloadStateTypeEnum",
+]

@@ -28,6 +28,7 @@ from fzero.engine.divided_params import (
 from fzero.engine.division_rules import check_all_ranks, rules_of
 from fzero.engine.param_status import ZeroParamStatus as ZeroParamStatus
 from fzero.engine.param_views import engine_of
+from fzero.model.errors import not_trained
 from fzero.resharding.parameters import full_params, with_weight
 
 _orig_torch_tensor, _orig_torch_empty, _orig_torch_zeros = torch.tensor, torch.empty, torch.zeros
@@ -203,6 +204,8 @@ def _gathered_of(engine: Any, given: Sequence[Tensor], modifier_rank: int | None
             engine.is_gathered = outer or (engine.train_step.plan.row.shards("params") and not live.is_away)
             yield
             values = {name: live.own[name].data for name in names}
+            if engine.is_gathered and (lost := [name for name in names if live.own[name].grad is not None]):
+                raise not_trained(lost[0])  # the parameter is empty from here on, without a gradient
     finally:
         engine.is_gathered = outer
     if modifier_rank is not None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fzero.deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from fzero.engine.optimizer import EngineOptimizer as DeepSpeedZeroOptimizer_Stage3
+from fzero.engine.optimizer import ZeroOptimizer3 as DeepSpeedZeroOptimizer_Stage3
 from fzero.estimation.zero_formulas import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,

@@ -1,6 +1,6 @@
 """DeepSpeed's rule of thumb for the bytes of model states in stage 2. `print(engine.train_step.plan)` prints the exact ones."""
 
-from fzero.engine.optimizer import EngineOptimizer as DeepSpeedZeroOptimizer
+from fzero.engine.optimizer import ZeroOptimizer12 as DeepSpeedZeroOptimizer
 from fzero.estimation.zero_formulas import (
     estimate_zero2_model_states_mem_needs,
     estimate_zero2_model_states_mem_needs_all_cold,

@@ -1,0 +1,80 @@
+"""Parts of an engine's module that a script calls by themselves in stage 3, where parameters have no values outside of a forward.
+
+A call of a submodule there is a forward of the engine of its own: its units are gathered, and a backward goes back through it,
+as through any other. Inside of a forward, and while the module has its values (`gathered`), a part runs as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+
+from fzero.model.binding import fill_flat_weights, is_bound
+from fzero.model.changes import own_forward
+from fzero.runtime.eager import ForwardBackward, saving
+
+
+class RunsParts(Protocol):
+    """An engine."""
+
+    @property
+    def has_values(self) -> bool: ...
+
+    @property
+    def repeated(self) -> ForwardBackward | None: ...
+
+    def run_part(
+        self, name: str, function: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any: ...
+
+
+class PartForward:
+    """Replaces the `forward` of a submodule. A copy of the submodule gets the original one."""
+
+    def __init__(self, engine: RunsParts, name: str, module: nn.Module) -> None:
+        self.engine, self.name, self.module = engine, name, module
+        self.original, self.own = module.forward, own_forward(module)
+        functools.update_wrapper(self, self.original)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        if is_bound(self.module):
+            if (work := self.engine.repeated) is None:
+                return self.original(*inputs, **kwargs)
+            with saving(work):  # what the first run has hidden from the script's checkpoint
+                return self._within(*inputs, **kwargs)
+        if self.engine.has_values:
+            return self.original(*inputs, **kwargs)
+        return self.engine.run_part(self.name, self._within, inputs, kwargs)
+
+    def _within(self, *inputs: Any, **kwargs: Any) -> Any:
+        if isinstance(self.module, nn.RNNBase):  # the hook for this has its turn before the module is bound
+            fill_flat_weights(self.module, inputs)
+        return self.original(*inputs, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For copies and pickles: the method of the copy's class, or the module's own original function."""
+        return (_same, (self.original,)) if self.own else (getattr, (self.module, "forward"))
+
+
+def _same(x: Any) -> Any:
+    return x
+
+
+def hold_parts(engine: RunsParts, model: nn.Module) -> None:
+    """Makes the calls of all submodules with parameters forwards of the engine."""
+    for name, module in model.named_modules():
+        has_forward = "forward" in module.__dict__ or type(module).forward is not nn.Module.forward
+        if name and has_forward and any(True for _ in module.parameters()):
+            module.__dict__["forward"] = PartForward(engine, name, module)
+
+
+def release_parts(model: nn.Module) -> None:
+    """Undoes `hold_parts`."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, PartForward):
+            del module.__dict__["forward"]
+            module.__dict__.update(forward.own)

@@ -1,0 +1,198 @@
+"""What a function does in a trace that its graph would not repeat: it raises, with the reason and the fix.
+
+A graph repeats operators on tensors. It repeats no write to a tensor that goes past the operators, no seed of random numbers,
+and no look at a tensor's class, which is another one in a trace.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import pickle
+import random
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from types import FrameType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from fzero.graph.guards import Guard, names_of_code
+from fzero.model.errors import was_changed
+
+
+class ImpureError(RuntimeError):
+    """A function does something that a graph would not repeat."""
+
+
+def check_no_grads(tensors: Iterable[Tensor]) -> None:
+    """Raises ImpureError for a gradient that the traced body leaves in a tensor: a graph would not. (In a batch it trains
+    nothing.)"""
+    found = [tensor for tensor in tensors if isinstance(tensor.grad, FunctionalTensor)]
+    for tensor in found:
+        tensor.grad = None
+    if found:
+        raise ImpureError(
+            f"a backward leaves a gradient in the .grad of a tensor of shape {tuple(found[0].shape)} that is no parameter of the "
+            f"model, and a graph would not; use its .detach() where none is wanted, or make it an nn.Parameter"
+        )
+
+
+@contextmanager
+def same_contents(guard: Guard) -> Iterator[None]:
+    """Raises ImpureError if the body changes the contents of a container, and undoes the change, after another error, too."""
+    try:
+        yield
+    except BaseException:
+        guard.undo()
+        raise
+    if (name := guard.undo()) is not None:
+        raise ImpureError(
+            f"the forward changes the contents of {name}, and a graph would not; keep what changes in a module buffer, or each "
+            f"tensor in an attribute of its own"
+        )
+
+
+# --- random numbers -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def draws_in_order() -> Iterator[None]:
+    """Raises ImpureError if the traced body draws after it has set the random state: a graph would draw other numbers."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes, set_at, thread = mode.tracer.graph.nodes, list[int](), threading.get_ident()
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if threading.get_ident() == thread:
+                set_at.append(len(nodes))
+            return function(*args, **kwargs)
+
+        return noted
+
+    before = torch.set_rng_state, torch.manual_seed
+    torch.set_rng_state, torch.manual_seed = map(noting, before)
+    try:
+        yield
+    finally:
+        torch.set_rng_state, torch.manual_seed = before
+    for node in list(nodes)[set_at[0] :] if set_at else ():
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise ImpureError(
+                "it draws random numbers after it has set the random state (fork_rng, or torch.utils.checkpoint around "
+                "dropout), and a graph would draw others; for checkpointing pass checkpoint= to make_train_step"
+            )
+
+
+@contextmanager
+def pure() -> Iterator[None]:
+    """Raises ImpureError if the body draws random numbers that a graph would hold as constants."""
+
+    def states() -> Mapping[str, Any]:
+        numpy = sys.modules.get("numpy.random")
+        own = {"Python's random": random.getstate(), "torch's generator": torch.get_rng_state().tolist()}
+        return own | ({} if numpy is None else {"numpy.random": pickle.dumps(numpy.get_state())})
+
+    before = states()
+    yield
+    drawn = [name for name, state in states().items() if before.get(name, state) != state]
+    if drawn:
+        raise ImpureError(f"it draws numbers from {drawn[0]}, and a graph would draw them once only; use torch.rand")
+
+
+# --- writes and seeds ---------------------------------------------------------------------------------------------------
+
+
+class WritesAndSeeds(TorchFunctionMode):
+    """Raises where the body sets `.data` of a tensor, or draws from a generator that it has made or seeded itself.
+
+    Args:
+        model: its generators may be drawn from: a graph goes on with their numbers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Generator)]
+        self._states = [(x, x.get_state()) for x in held]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _SET_DATA:
+            if (name := getattr(args[0], "fzero_name", None)) is not None:
+                raise was_changed(name)
+            raise ImpureError(
+                "it sets the .data of a tensor, and a graph would not; write tensor.copy_(values) under no_grad"
+            )
+        if isinstance(generator := kwargs.get("generator"), torch.Generator) and not self._goes_on(generator):
+            raise ImpureError(
+                "it draws from a generator that the forward makes or seeds, and a graph would go on with its numbers in the next "
+                "step; keep the generator in an attribute of a module and seed it before, or draw without one"
+            )
+        return func(*args, **kwargs)
+
+    def _goes_on(self, generator: torch.Generator) -> bool:
+        """Whether the generator is the model's, and as it was before the trace."""
+        return any(x is generator and torch.equal(x.get_state(), then) for x, then in self._states)
+
+
+_SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+# --- the class of a tensor ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
+    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`."""
+    found = {function.__code__: line for function in functions if (line := asks_for_class(function)) is not None}
+    if not found:
+        yield
+        return
+    before = sys.getprofile()
+
+    def look(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and (line := found.get(frame.f_code)) is not None:
+            sys.setprofile(before)
+            raise ImpureError(
+                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one in a graph; "
+                f"write isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
+            )
+
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+def asks_for_class(function: FunctionType) -> int | None:
+    """The line of a function that compares `type(x)` or `x.__class__` with `Tensor` or `Parameter`, if there is one.
+
+    >>> asks_for_class(lambda x: isinstance(x, Tensor))
+    """
+    names = names_of_code(function.__code__)
+    if names.isdisjoint(_ASKS) or names.isdisjoint(_CLASSES):
+        return None
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # made without a file, or a part of a line
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            parts = [part for side in (node.left, *node.comparators) for part in ast.walk(side)]
+            asks = any(isinstance(x, ast.Call) and getattr(x.func, "id", "") == "type" for x in parts)
+            asks |= any(isinstance(x, ast.Attribute) and x.attr == "__class__" for x in parts)
+            if asks and any(getattr(x, "id", getattr(x, "attr", "")) in _CLASSES for x in parts):
+                return function.__code__.co_firstlineno + node.lineno - 1
+    return None
+
+
+_ASKS, _CLASSES = {"type", "__class__"}, {"Tensor", "Parameter"}

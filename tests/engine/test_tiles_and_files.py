@@ -1,0 +1,147 @@
+"""`zero.TiledLinear`, and the functions that name the files of DeepSpeed's checkpoints: held to the real package."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engines import assert_close, settings
+from torch import nn
+
+import fzero
+import fzero.deepspeed as deepspeed
+from fzero.deepspeed.runtime.zero import tiling
+from fzero.deepspeed.utils import zero_to_fp32
+
+REAL = pytest.mark.long
+"""For tests that import the real package, which takes some seconds."""
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+# --- tiles -----------------------------------------------------------------------------------------------------------
+
+SHAPES = [(8, 8, 2, 2), (7, 5, 3, 2), (5, 9, 1, 4), (6, 4, 6, 1), (3, 3, 1, 1)]
+
+
+class WithBias(nn.Linear):
+    """Returns (output, bias), as Megatron's layers do."""
+
+    def forward(self, input: Any) -> Any:
+        return nn.functional.linear(input, self.weight), self.bias
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("bias", [True, False])
+def test_tiles_of_a_layer_compute_what_it_computes(shape: tuple[int, int, int, int], bias: bool) -> None:
+    torch.manual_seed(1)
+    linear, x = nn.Linear(*shape[:2], bias=bias), torch.randn(3, 4, shape[0])
+    how: dict[str, Any] = {"bias": bias, "in_splits": shape[2], "out_splits": shape[3], "init_linear": linear}
+    tiled = deepspeed.zero.TiledLinear(*shape[:2], **how)
+    torch.testing.assert_close(tiled(x), linear(x))
+    parts = deepspeed.zero.TiledLinear(*shape[:2], combine_out_splits=False, **how)(x)
+    assert len(parts) == shape[3] and torch.equal(torch.cat(parts, -1), tiled(x))
+    if shape[2] > 1:
+        inputs = tiling.split_tensor_along_last_dim(x, [b - a for a, b in zip(tiled.in_parts, tiled.in_parts[1:])])
+        split = deepspeed.zero.TiledLinear(*shape[:2], input_is_already_split=True, **how)
+        assert torch.equal(split(inputs), tiled(x))
+
+
+@REAL
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["TiledLinear", "TiledLinearReturnBias"])
+def test_tiles_have_deepspeeds_parameters_numbers_and_gradients(name: str, shape: tuple[int, int, int, int]) -> None:
+    with _quiet():
+        theirs = importlib.import_module("deepspeed.runtime.zero.tiling")
+    linear = WithBias if name.endswith("Bias") else nn.Linear
+    made = []
+    for module in (theirs, tiling):
+        torch.manual_seed(2)
+        layer = getattr(module, name)(shape[0], shape[1], True, *shape[2:], linear_cls=linear)
+        found = layer(torch.linspace(-1, 1, 3 * shape[0]).reshape(3, shape[0]))
+        found = found if isinstance(found, tuple) else (found,)
+        sum(x.square().sum() for x in found).backward()
+        made.append((layer, found))
+    (real, expected), (ours, found) = made
+    assert [*dict(ours.named_parameters())] == [*dict(real.named_parameters())] and len(found) == len(expected)
+    for a, b in [*zip(found, expected, strict=True), *zip(ours.parameters(), real.parameters(), strict=True)]:
+        assert torch.equal(a, b) and (a.grad is None or torch.equal(a.grad, b.grad))
+
+
+def test_wrong_numbers_of_tiles_are_named() -> None:
+    with pytest.raises(RuntimeError, match=r"in_splits: must be between 1 and in_features, 4, got 5"):
+        deepspeed.zero.TiledLinear(4, 4, in_splits=5)
+    with pytest.raises(RuntimeError, match=r"out_splits: must be between 1"):
+        deepspeed.zero.TiledLinear(4, 4, out_splits=0)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tiles_train_as_in_a_plain_loop(stage: int) -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(3)
+        return nn.Sequential(deepspeed.zero.TiledLinear(6, 8, in_splits=2, out_splits=3), nn.Tanh(), nn.Linear(8, 2))
+
+    x, plain = torch.linspace(-1, 1, 24).reshape(4, 6), model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    engine = fzero.initialize(model=model(), config=settings(stage, gradient_clipping=0))[0]
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(x).square().mean().backward()
+        optimizer.step()
+        engine.backward(engine(x).square().mean())
+        engine.step()
+    assert_close(engine.module_state_dict(), plain.state_dict())
+    linear = nn.Linear(6, 8)
+    engine.module[0].copy_params_from(linear)
+    torch.testing.assert_close(engine.module_state_dict()["0.linears.1.0.weight"], linear.weight[3:6, :3])
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+FILES = {
+    "stage 2": ["mp_rank_00_model_states.pt", *(f"zero_pp_rank_{i}_mp_rank_00_optim_states.pt" for i in (0, 2, 10, 1))],
+    "stage 3": [f"zero_pp_rank_{i}_mp_rank_00_{kind}_states.pt" for i in (10, 9, 0) for kind in ("model", "optim")],
+    "bf16": ["bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt", "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    "none": ["latest", "x.pt"],
+    "no folder": [],
+}
+CALLS: list[tuple[str, tuple[Any, ...]]] = [
+    ("get_optim_files", ()), ("get_model_state_files", ()), ("get_checkpoint_files", ("*.pt",)),
+    ("get_checkpoint_files", ("*.x",)),
+    ("get_model_state_file", (0,)), ("get_model_state_file", (2,)), ("get_model_state_file", (3,)),
+]  # fmt: skip
+
+
+@REAL
+@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize(("name", "arguments"), CALLS, ids=str)
+def test_files_of_a_checkpoint_are_found_as_deepspeed_finds_them(
+    name: str, arguments: tuple[Any, ...], case: str, tmp_path: Path
+) -> None:
+    with _quiet():
+        theirs = importlib.import_module("deepspeed.utils.zero_to_fp32")
+    folder = tmp_path / "checkpoint 10"
+    if case != "no folder":
+        folder.mkdir()
+    for file in FILES[case]:
+        (folder / file).touch()
+    outcomes = []
+    for module in (theirs, zero_to_fp32):
+        try:
+            outcomes.append(getattr(module, name)(str(folder), *arguments))
+        except Exception as error:
+            outcomes.append((type(error), str(error)))
+    assert outcomes[0] == outcomes[1]
