@@ -51,7 +51,7 @@ BUDGETS = {
     "docs": 600,
     "engine": 300,
     "estimation": 300,
-    "examples": 300,
+    "examples": 450,
     "generation": 120,
     "graph": 900,
     "integrations": 200,
