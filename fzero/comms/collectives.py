@@ -37,6 +37,10 @@ _STARTER = ThreadPoolExecutor(1, thread_name_prefix=SENDER)
 
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_KNOWN_DTYPES = frozenset(
+    getattr(torch, name)
+    for name in ["float32", "float64", "float16", "bfloat16", "int8", "uint8", "bool", "int32", "int64"]
+)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
@@ -222,8 +226,13 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     if pending := _in_one_call(_all_gather, rows, x, axis, None, label):
         return pending
     with Explained(label):
-        works = [dist.all_gather(list(rows), x, group=axis.group, async_op=True)]
+        works = [dist.all_gather([*map(_as_known, rows)], _as_known(x), group=axis.group, async_op=True)]
     return Pending(label, works, None, rows)
+
+
+def _as_known(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes, where gloo's collectives do not know its dtype, such as an 8-bit float."""
+    return x if x.dtype in _KNOWN_DTYPES else x.view(-1).view(torch.uint8)
 
 
 def _check_constant(name: str, x: Tensor) -> None:
@@ -349,7 +358,7 @@ def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHE
             return Pending(label, works, None, x).wait()
         dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
         with Explained(label):
-            dist.broadcast(dense, axis.global_rank(source), group=axis.group)
+            dist.broadcast(_as_known(dense), axis.global_rank(source), group=axis.group)
         return x if dense is x else x.copy_(dense)
     return x
 

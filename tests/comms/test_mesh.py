@@ -154,3 +154,34 @@ def _of_rank_0() -> list[list[Any]]:
 def test_a_broadcast_goes_by_indices_and_not_by_memory(ranks: RankPool) -> None:
     expected = [torch.arange(24.0).view(4, 3, 2).permute(2, 1, 0).tolist(), [0, 2, 4, 6, 8]]
     assert ranks(2, _of_rank_0) == [expected] * 2
+
+
+DTYPES = [
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64",
+    "complex64", "complex128",
+]  # fmt: skip
+DTYPES += [name for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz") if hasattr(torch, name)]
+
+
+def _each_dtype() -> dict[str, list[bytes]]:
+    axis = fzero.join()
+    sent = {}
+    for name in DTYPES:
+        dtype = getattr(torch, name)
+        x = (torch.arange(6.0) % 2 + axis.rank).to(dtype)
+        found = [
+            collectives.broadcast(x.clone(), axis), collectives.stack(x, axis), collectives.stack(x[0], axis),
+            collectives.start_all_gather(x, None, axis).wait(),
+        ]  # fmt: skip
+        assert all(y.dtype == dtype for y in found)
+        sent[name] = [y.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for y in found]
+    return sent
+
+
+def test_tensors_of_every_dtype_can_be_sent(ranks: RankPool) -> None:
+    for found in ranks(2, _each_dtype):
+        for name in DTYPES:
+            rows = [(torch.arange(6.0) % 2 + rank).to(getattr(torch, name)) for rank in range(2)]
+            firsts = [row[:1] for row in rows]
+            expected = [rows[0], torch.cat(rows), torch.cat(firsts), torch.cat(rows)]
+            assert found[name] == [x.view(torch.uint8).numpy().tobytes() for x in expected], name

@@ -1,4 +1,4 @@
-"""`zero.TiledLinear`, and the functions that name the files of DeepSpeed's checkpoints: held to the real package."""
+"""`zero.TiledLinear`, the files of checkpoints of DeepSpeed, held to the real package; and weights in 8 bits."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engines import assert_close, settings
+from ranks import RankPool
 from torch import nn
 
 import fzero
@@ -145,3 +146,42 @@ def test_files_of_a_checkpoint_are_found_as_deepspeed_finds_them(
         except Exception as error:
             outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]
+
+
+# --- frozen weights in 8 bits ----------------------------------------------------------------------------------------
+
+
+class Frozen8Bits(nn.Module):
+    """A frozen weight in an 8-bit float between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 2)
+        values = torch.linspace(-2, 2, 64).reshape(8, 8)
+        self.kept = nn.Parameter(values.to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.last(self.first(x) @ self.kept.float())
+
+
+def _trained_8_bits(stage: int) -> dict[str, Any]:
+    torch.manual_seed(4)
+    engine = fzero.initialize(model=Frozen8Bits(), config=settings(stage, gradient_clipping=0))[0]
+    for _ in range(2):
+        engine.backward(engine(torch.linspace(-1, 1, 16).reshape(2, 8)).square().mean())
+        engine.step()
+    weights: dict[str, Any] = engine.module_state_dict()
+    return {name: value.float() for name, value in weights.items()}
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_frozen_weights_in_8_bits_are_sent_and_kept(ranks: RankPool, stage: int) -> None:
+    torch.manual_seed(4)
+    plain = Frozen8Bits()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        plain(torch.linspace(-1, 1, 16).reshape(2, 8)).square().mean().backward()
+        optimizer.step()
+    for found in ranks(2, _trained_8_bits, stage):
+        assert_close(found, {name: value.float() for name, value in plain.state_dict().items()})

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from fzero.pipeline.partition import uniform as partition
+from fzero.pipeline.partition import uniform
 
 
 def split_tensor_along_last_dim(
@@ -48,8 +48,8 @@ class TiledLinear(nn.Module):
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
         self.in_parts, self.out_parts = (
-            list(partition(in_features, in_splits)),
-            list(partition(out_features, out_splits)),
+            list(uniform(in_features, in_splits)),
+            list(uniform(out_features, out_splits)),
         )
         self.linears: Any = nn.ModuleList(
             nn.ModuleList(
