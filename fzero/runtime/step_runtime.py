@@ -33,7 +33,7 @@ from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
 from fzero.storage.state_form import StateForm
-from fzero.storage.state_memory import StateMemory
+from fzero.storage.state_memory import DeviceMemory, StateMemory, place_of
 from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
@@ -280,9 +280,8 @@ class StepRuntime:
 
 def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
-    memory = StateMemory(plan, device)
-    if all(memory.kind(placement) == "here" for placement in plan.placements.values()):
-        return memory
+    if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
+        return DeviceMemory(plan, device)
     from fzero.storage.offload import Offload  # a step whose state is on the device does not load it
 
     return Offload(plan, device)

@@ -14,7 +14,7 @@ are good (`agree`). If one rank's files are not good, all ranks raise, and no ra
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, final
 
 import optree
 import torch
@@ -33,7 +33,7 @@ from fzero.storage.offload_leaves import Leaves, leaves_of, long_tensors, tensor
 from fzero.storage.offload_wholes import update_wholes
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool
-from fzero.storage.state_memory import Parts, Place, StateMemory
+from fzero.storage.state_memory import DeviceMemory, Parts, Place, place_of
 from sharding.specs import Placement, TensorSpec
 from sharding.views import torch_dtype
 
@@ -43,11 +43,12 @@ if TYPE_CHECKING:
     from fzero.storage.stream import Mover, Streamed, SubGroup
 
 
-class Offload(StateMemory):
-    """Creates, updates and moves the flat buffers of a plan. The model is on `device`; a part of the state is not."""
+@final
+class Offload:
+    """The `StateMemory` of a state of which a part is not on the device of its model."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
-        super().__init__(plan, device)
+        self.device, self._here = device, DeviceMemory(plan, device)
         self._streaming = plan.streaming
         self._leaves = {b.key: leaves_of(plan, b) for b in plan.flat_buffers}
         self._files: FilePlan = {
@@ -96,7 +97,7 @@ class Offload(StateMemory):
         return self._is_at("here", leaves, name)
 
     def _is_at(self, place: Place, leaves: Leaves, name: str) -> bool:
-        return self.kind(leaves.homes[name].placement) == place
+        return place_of(leaves.homes[name].placement, self.device) == place
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
         return buffer.key in self._away
@@ -109,7 +110,7 @@ class Offload(StateMemory):
         return self._device_of(self._runs_at(buffer))
 
     def _runs_at(self, buffer: FlatParamPlan) -> Place:
-        return self.kind(Placement("host")) if buffer.key in self._on_host else "here"
+        return place_of(Placement("host"), self.device) if buffer.key in self._on_host else "here"
 
     def _device_of(self, place: Place) -> torch.device:
         return self.device if place == "here" else torch.device("cpu")
@@ -117,13 +118,6 @@ class Offload(StateMemory):
     # --- making, updating, moving --------------------------------------------------------------------------------
 
     def make_files(self, world: RankAxis) -> StateFiles | None:
-        """The files of a new state, for this rank; None if no tensor lives in a file.
-
-        *Collective* if a tensor lives in a file: every rank.
-
-        Raises:
-            StoreError, MemoryError: on every rank, if one rank's files cannot be made.
-        """
         if not self._files:
             return None
         files, error = None, None
@@ -159,14 +153,14 @@ class Offload(StateMemory):
         make: Callable[[], Transform],
     ) -> Parts:
         if not buffer.trainable or not self.is_away(buffer) or buffer.key in self._wholes:
-            return self.move(buffer, files, self.init_here(buffer, param, values_S, make))
+            return self.move(buffer, files, self._here.init_here(buffer, param, values_S, make))
         leaves = self._leaves[buffer.key]
         made = self._empty(leaves, files)
         found = {leaves.updated: values_S, **made}
         state = make().init(values_S.new_empty(0, device=self.runs_on(buffer)))
         self._init_streamed(buffer, files, found, values_S, state, make())
         parts = {"params": made.get(leaves.param, param), "optimizer": with_long(state, leaves, found)}
-        parts["grads"] = made[leaves.grad] if leaves.grad in made else self._zeros(buffer)
+        parts["grads"] = made[leaves.grad] if leaves.grad in made else self._here.zero_grads(buffer)
         return parts | ({"master": found[leaves.updated]} if buffer.has_master else {})
 
     def _init_streamed(
@@ -186,7 +180,8 @@ class Offload(StateMemory):
         )
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        super().check(names, leaves, specs)
+        check = self._here.check_places if self._files else self._here.check
+        check(names, leaves, specs)
         files = next((leaf.files for leaf in leaves if isinstance(leaf, FileTensor)), None) if self._files else None
         if files is not None and not self._has_room(files):
             raise ValueError(
@@ -196,7 +191,6 @@ class Offload(StateMemory):
             )
 
     def agree_on(self, tree: Any, world: RankAxis) -> None:
-        """Raises a StoreError on every rank if the files of one rank have failed. *Collective* where there are files."""
         if self.has_files:
             agree(next(handle.files for handle in handles_of(tree)), world)
 
@@ -259,6 +253,9 @@ class Offload(StateMemory):
             ),
         )
 
+    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
+        return self._here.init_here(buffer, param, values_S, make)
+
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
         leaves = self._leaves[buffer.key]
         moved = {"params": self._moved(parts["params"], leaves.param, leaves, files)}
@@ -278,7 +275,7 @@ class Offload(StateMemory):
         if isinstance(x, FileTensor) and x.files is files:
             return x
         placement = leaves.homes[name].placement
-        kind = self.kind(placement)
+        kind = place_of(placement, self.device)
         if kind != "nvme":
             value = x[:] if isinstance(x, FileTensor) else x
             if kind == "here":
@@ -305,7 +302,7 @@ class Offload(StateMemory):
         if all(self._is_here(leaves, name) for name in leaves.homes):
             return tensors
         for name, home in leaves.homes.items():
-            kind = self.kind(home.placement)
+            kind = place_of(home.placement, self.device)
             if kind == "nvme":
                 assert files is not None
                 tensors[name] = files.handle(name)

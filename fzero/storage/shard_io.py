@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from typing import final
 
 import torch
 from torch import Tensor
@@ -18,10 +19,11 @@ from torch import Tensor
 from fzero.common.profiler_ranges import profiler_range
 from fzero.storage.buffer_sizes import MOST_LEAVING
 from fzero.storage.file_tensor import FileTensor, StoredTensor, kept
-from fzero.storage.shard_transfer import BufferPool, ShardTransfer
+from fzero.storage.shard_transfer import BufferPool, write_here
 
 
-class MovingTransfer(ShardTransfer):
+@final
+class MovingTransfer:
     """Loads shards to the device of a forward-backward, and writes gradients from there.
 
     Args:
@@ -30,8 +32,7 @@ class MovingTransfer(ShardTransfer):
     """
 
     def __init__(self, device: torch.device, scratch: BufferPool, most: int | None = None) -> None:
-        super().__init__(device, scratch)
-        self.most = most
+        self.device, self.scratch, self.most = device, scratch, most
         self._coming: dict[str, Callable[[], Tensor]] = {}
         self._leaving: deque[tuple[str, FileTensor, Tensor, Callable[[], object]]] = deque()
         self._copies_in: torch.cuda.Stream | None = None
@@ -111,14 +112,17 @@ class MovingTransfer(ShardTransfer):
 
     # --- writing back --------------------------------------------------------------------------------------------
 
-    def _put(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+        """See `ShardTransfer`."""
+        if home is values and not adds:
+            return values
         if isinstance(home, FileTensor):
             with profiler_range("write_back", name):
                 return self._put_in_file(name, home, values, adds=adds)
         if home.device == values.device:
             if adds:
                 self._end_copies_out()
-            return super()._put(name, home, values, adds=adds)
+            return write_here(home, values, adds=adds)
         with profiler_range("write_back", name):
             if adds:
                 self._end_copies_out()

@@ -1,6 +1,7 @@
-"""`ShardTransfer`: the shards that a forward-backward reads, and the homes of the gradients that it writes, all on its device.
+"""`ShardTransfer`: loads the shards that a forward-backward reads, and writes its gradients to their homes.
 
-Nothing moves. `fzero.storage.shard_io.MovingTransfer` is for shards in other memory; both take their buffers from a `BufferPool`.
+Where all of them are on its device, nothing moves (`Resident`). `fzero.storage.shard_io.MovingTransfer` is for shards in other
+memory. Both take their buffers from a `BufferPool`.
 
 Shape letters: S elements of a shard.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -54,27 +55,28 @@ class BufferPool:
             (self._paged if is_paged else self._free)[flat.numel(), flat.dtype].append(flat)
 
 
-class ShardTransfer:
-    """The shards of a forward-backward, all of them on its device.
+class ShardTransfer(Protocol):
+    """The shards of a forward-backward.
 
-    Args:
+    Attributes:
+        device: of the forward-backward.
         scratch: the pool of its buffers.
     """
 
-    def __init__(self, device: torch.device, scratch: BufferPool) -> None:
-        self.device, self.scratch = device, scratch
+    device: torch.device
+    scratch: BufferPool
 
     def prefetch(self, name: str, x: StoredTensor) -> None:
         """Starts to load a shard, if there is room; `load` returns it."""
+        ...
 
     def load(self, name: str, x: StoredTensor) -> Tensor:
         """The shard on the device: itself if it lives there, else a copy, to be returned with `scratch.give`."""
-        assert isinstance(x, Tensor), name
-        return x
+        ...
 
     def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
         """Yields one shard after the other on the device, valid until the next is requested; the next is prefetched."""
-        return (self.load(name, x) for name, x in shards)
+        ...
 
     def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
         """Writes values to a shard's home, or adds them to it. The caller may free `values` when this returns, and change them
@@ -86,22 +88,52 @@ class ShardTransfer:
         Returns:
             A tensor in memory that holds what is now in the home, perhaps in another dtype.
         """
-        return values if home is values and not adds else self._put(name, home, values, adds=adds)
-
-    def _put(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
-        """Writes or adds to a home; returns the tensor that holds the final values."""
-        assert isinstance(home, Tensor), name
-        if adds:
-            return home.add_(values)
-        if home.data_ptr() != values.data_ptr():
-            home.copy_(values)
-        return values
+        ...
 
     def settle(self) -> None:
         """Waits until all written values are in their homes."""
+        ...
 
     def abandon(self) -> None:
         """Waits for all transfers, and drops prefetched shards."""
+        ...
+
+
+@final
+class Resident:
+    """The `ShardTransfer` of shards that are all on the device."""
+
+    def __init__(self, device: torch.device, scratch: BufferPool) -> None:
+        self.device, self.scratch = device, scratch
+
+    def prefetch(self, name: str, x: StoredTensor) -> None:
+        pass
+
+    def load(self, name: str, x: StoredTensor) -> Tensor:
+        assert isinstance(x, Tensor), name
+        return x
+
+    def each(self, shards: Iterable[tuple[str, StoredTensor]]) -> Iterator[Tensor]:
+        return (self.load(name, x) for name, x in shards)
+
+    def write_back(self, name: str, home: StoredTensor, values: Tensor, *, adds: bool) -> Tensor:
+        assert isinstance(home, Tensor), name
+        return write_here(home, values, adds=adds)
+
+    def settle(self) -> None:
+        pass
+
+    def abandon(self) -> None:
+        pass
+
+
+def write_here(home: Tensor, values: Tensor, *, adds: bool) -> Tensor:
+    """Writes or adds to a home on the same device; returns the tensor that holds the final values."""
+    if adds:
+        return home.add_(values)
+    if home is not values and home.data_ptr() != values.data_ptr():
+        home.copy_(values)
+    return values
 
 
 def own_shard(flat: AnyLeaf, buffer: FlatParamPlan, shard: int) -> AnyLeaf:

@@ -1,13 +1,13 @@
-"""`StateMemory`: makes and checks the flat buffers of a rank's state, all of them on the device of the model.
+"""`StateMemory`: makes, updates, moves and checks the flat buffers of a rank's state, each in the memory of its placement.
 
-`fzero.storage.offload.Offload` is for state that lives elsewhere, and documents the methods that do nothing here. If the model is
-on the CPU, host memory is device memory.
+`DeviceMemory` has all of them on the device of the model; `fzero.storage.offload.Offload` is for state of which a part lives
+elsewhere. If the model is on the CPU, host memory is device memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, final
 
 import optree
 import torch
@@ -20,7 +20,7 @@ from fzero.comms.records import label_of
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import QUANTITIES, TrainState
-from fzero.storage.shard_transfer import BufferPool, ShardTransfer, to_device
+from fzero.storage.shard_transfer import BufferPool, Resident, ShardTransfer, to_device
 from fzero.verbs import start_join
 from sharding import TensorSpec
 from sharding.specs import Placement
@@ -61,22 +61,22 @@ class Update(NamedTuple):
         return start_join(updated_S, self.buffer, self.mesh, out=out, label=label)
 
 
-class StateMemory:
-    """Creates and checks the flat buffers of a plan whose model, and all of whose state, is on `device`."""
+class StateMemory(Protocol):
+    """Creates, updates, moves and checks the flat buffers of a plan, whose model is on `device`.
 
-    has_files = False
-    """Whether any tensor lives in a file."""
-    passes_use_files = False
-    """Whether a forward or backward reads or writes files."""
+    Attributes:
+        device: of the model.
+        has_files: whether any tensor lives in a file.
+        passes_use_files: whether a forward or backward reads or writes files.
+    """
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
-        self.device = device
-        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
-        self._grads = {b.key: (b.grads.local_shape(plan.mesh), b.grads.dtype) for b in plan.flat_buffers if b.trainable}
+    device: torch.device
+    has_files: bool
+    passes_use_files: bool
 
     def transfer(self, scratch: BufferPool) -> ShardTransfer:
         """The transfer of one forward-backward: loads shards of parameters and writes gradients."""
-        return ShardTransfer(self.device, scratch)
+        ...
 
     def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
         """During the backward, starts to read the next update's first sub-groups (without gradients), as many as the buffers
@@ -87,36 +87,41 @@ class StateMemory:
         Args:
             still: the keys of flat buffers that the update leaves as they are.
         """
-
-    def kind(self, placement: Placement) -> Place:
-        """The memory of a tensor with this placement."""
-        if placement.is_here(self.device.type) or placement.kind == "device":
-            return "here"
-        return placement.kind
+        ...
 
     def is_away(self, buffer: FlatParamPlan) -> bool:
         """Whether a tensor that an update of this buffer reads or writes lives off the device."""
-        return False
+        ...
 
     def joins(self, buffer: FlatParamPlan) -> bool:
         """Whether updated parameters are all-gathered into a shard that lives off the device."""
-        return False
+        ...
 
     def runs_on(self, buffer: FlatParamPlan) -> torch.device:
         """The device on which the buffer is updated."""
-        return self.device
+        ...
 
     def make_files(self, world: RankAxis) -> StateFiles | None:
-        """The files of a new state, for this rank; None if no tensor lives in a file."""
-        return None
+        """The files of a new state, for this rank; None if no tensor lives in a file.
+
+        *Collective* if a tensor lives in a file: every rank.
+
+        Raises:
+            StoreError, MemoryError: on every rank, if one rank's files cannot be made.
+        """
+        ...
 
     def is_served_by(self, files: StateFiles | None) -> bool:
         """Whether these files hold exactly the tensors that this plan places in files, and have enough buffers; None stands for
         no files."""
-        return files is None
+        ...
 
     def agree_on(self, tree: Any, world: RankAxis) -> None:
-        """Raises on every rank if the files of one rank have failed, to which the handles in `tree` refer."""
+        """Raises a StoreError on every rank if the files of one rank have failed, to which the handles in `tree` refer.
+
+        *Collective* where there are files.
+        """
+        ...
 
     def init(
         self,
@@ -133,22 +138,97 @@ class StateMemory:
             values_S: on the device: this rank's shard of the parameters to update, or the master (also that of a frozen buffer).
             make: makes the transform of a trained buffer.
         """
-        return self.init_here(buffer, param, values_S, make)
+        ...
 
     def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
         """Like `init`, but with all tensors on the device, whatever their placements."""
-        parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
-        if not buffer.trainable:
-            return parts
-        return parts | {"grads": self._zeros(buffer), "optimizer": make().init(values_S)}
-
-    def _zeros(self, buffer: FlatParamPlan) -> Tensor:
-        shape, dtype = self._grads[buffer.key]
-        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+        ...
 
     def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
         """A state's part of one flat buffer, moved to this plan's placements. Tensors that are there already are returned
         unchanged."""
+        ...
+
+    def step(
+        self,
+        state: TrainState[Any],
+        updates: Sequence[Update],
+        mesh: RankMesh,
+        skip: Tensor | None,
+        *,
+        scratch: BufferPool,
+    ) -> TrainState[Any]:
+        """The state after the updates of those buffers that live off the device."""
+        ...
+
+    def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """Raises unless each tensor of a state lives where its spec says, and its files are good.
+
+        Raises:
+            ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
+            StoreError: the state is stale, or its files are broken.
+        """
+        ...
+
+
+@final
+class DeviceMemory:
+    """The `StateMemory` of a state that is all on the device of its model."""
+
+    has_files = False
+    passes_use_files = False
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self.device = device
+        self._shapes = {(b.padded_numel,) for b in plan.flat_buffers}
+        self._grads = {b.key: (b.grads.local_shape(plan.mesh), b.grads.dtype) for b in plan.flat_buffers if b.trainable}
+
+    def transfer(self, scratch: BufferPool) -> ShardTransfer:
+        return Resident(self.device, scratch)
+
+    def read_ahead(self, state: TrainState[Any], still: Collection[str] = ()) -> None:
+        pass
+
+    def is_away(self, buffer: FlatParamPlan) -> bool:
+        return False
+
+    def joins(self, buffer: FlatParamPlan) -> bool:
+        return False
+
+    def runs_on(self, buffer: FlatParamPlan) -> torch.device:
+        return self.device
+
+    def make_files(self, world: RankAxis) -> StateFiles | None:
+        return None
+
+    def is_served_by(self, files: StateFiles | None) -> bool:
+        return files is None
+
+    def agree_on(self, tree: Any, world: RankAxis) -> None:
+        pass
+
+    def init(
+        self,
+        buffer: FlatParamPlan,
+        files: StateFiles | None,
+        param: Tensor,
+        values_S: Tensor,
+        make: Callable[[], Transform],
+    ) -> Parts:
+        return self.init_here(buffer, param, values_S, make)
+
+    def init_here(self, buffer: FlatParamPlan, param: Tensor, values_S: Tensor, make: Callable[[], Transform]) -> Parts:
+        parts: Parts = {"params": param} | ({"master": values_S} if buffer.has_master else {})
+        if not buffer.trainable:
+            return parts
+        return parts | {"grads": self.zero_grads(buffer), "optimizer": make().init(values_S)}
+
+    def zero_grads(self, buffer: FlatParamPlan) -> Tensor:
+        """The first gradients of a buffer."""
+        shape, dtype = self._grads[buffer.key]
+        return torch.zeros(shape, dtype=torch_dtype(dtype), device=self.device)
+
+    def move(self, buffer: FlatParamPlan, files: StateFiles | None, parts: Parts) -> Parts:
         there = {quantity: part for quantity, part in parts.items() if quantity != "master" or buffer.has_master}
         moved: Any = optree.tree_map(lambda x: to_device(x, self.device), there)  # type: ignore[arg-type]
         return moved  # type: ignore[no-any-return]
@@ -162,19 +242,14 @@ class StateMemory:
         *,
         scratch: BufferPool,
     ) -> TrainState[Any]:
-        """The state after the updates of those buffers that live off the device."""
         raise AssertionError("all buffers are on the device")
 
     def check(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
-        """Raises unless each tensor of a state lives where its spec says, and its files are good.
+        if not (self.device.type == "cpu" and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves)):
+            self.check_places(names, leaves, specs)
 
-        Raises:
-            ValueError: a tensor lives elsewhere, or the files' buffers do not fit this step's streams.
-            StoreError: the state is stale, or its files are broken.
-        """
-        is_cpu = not self.has_files and self.device.type == "cpu"
-        if is_cpu and all(type(leaf) is Tensor and leaf.is_cpu for leaf in leaves):
-            return  # the usual case at once
+    def check_places(self, names: Sequence[str], leaves: Sequence[Any], specs: Sequence[TensorSpec]) -> None:
+        """`check`, tensor by tensor, also for a state that is partly off the device."""
         for name, leaf, spec in zip(names, leaves, specs, strict=True):
             in_file = not isinstance(leaf, Tensor)
             if in_file != spec.placement.in_file:
@@ -188,9 +263,16 @@ class StateMemory:
             if in_file:
                 leaf.check()
             elif name.startswith(_OF_BUFFERS) and spec.shape in self._shapes:
-                expected = self.device if self.kind(spec.placement) == "here" else torch.device("cpu")
+                expected = self.device if place_of(spec.placement, self.device) == "here" else torch.device("cpu")
                 if leaf.device.type != expected.type:
                     raise ValueError(
                         f"{name}: must be on {expected} in this step, got a tensor on {leaf.device}; move the state there with "
                         f"fzero.place(state, step)"
                     )
+
+
+def place_of(placement: Placement, device: torch.device) -> Place:
+    """The memory of a tensor with this placement, as a device sees it."""
+    if placement.is_here(device.type) or placement.kind == "device":
+        return "here"
+    return placement.kind

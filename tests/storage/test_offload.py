@@ -27,7 +27,6 @@ import fzero
 from fzero.optim.transforms import same_bits
 from fzero.storage.file_tensor import in_memory
 from fzero.storage.movers import DeviceMover
-from fzero.storage.state_memory import StateMemory
 from sharding import Placement
 
 WIDTH = 80
@@ -152,7 +151,10 @@ def test_the_processor_updates_what_lives_in_host_memory_and_gradients_and_param
     """As if the memory of the CPU, where the model is, were that of a device: what lives in the host's is copied."""
     ranks = on(2, step_of(stage, precision))
     expected, reported = train(ranks, ranks.init(), 0, 3)
-    monkeypatch.setattr(StateMemory, "kind", lambda _, where: "here" if where.kind == "device" else where.kind)
+    for module in ("storage.state_memory", "storage.offload", "runtime.step_runtime"):
+        monkeypatch.setattr(
+            f"fzero.{module}.place_of", lambda where, _: "here" if where.kind == "device" else where.kind
+        )
     monkeypatch.setattr("fzero.storage.movers.DeviceMover", Crossings)
     host, params = {"offload_optimizer": {"device": "cpu"}}, {"offload_param": {"device": "cpu"}}
     new = "params" if "alone" not in precision and precision != "float32" else "updated"
