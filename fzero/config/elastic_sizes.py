@@ -9,7 +9,8 @@ have as many divisors as possible:
 3. The candidate that the most numbers of ranks divide is taken; among equals the larger one, or the smaller one on request.
 
 That is version 0.1. Version 0.2 counts nodes in place of ranks. Where the present number of ranks is none of those that can
-train the batch, it takes a batch for this number alone.
+train the batch, it takes a batch for this number alone. With model parallelism, a node has as many data-parallel ranks as it
+has groups of `model_parallel_size` GPUs.
 """
 
 from __future__ import annotations
@@ -120,41 +121,86 @@ def elastic_batch_of_nodes(
     most: int,
     world_size: int,
     ranks_per_node: int = 1,
+    model_parallel_size: int = 1,
     min_ranks: int = 1,
     max_ranks: int = 10_000,
     prefer_larger: bool = True,
 ) -> ElasticBatch:
     """The batch that the most numbers of nodes can train (version 0.2), or one for `world_size` ranks if they cannot train it.
 
+    The `world_sizes` of the result count data-parallel ranks: ranks divided by `model_parallel_size`.
+
     >>> elastic_batch_of_nodes([2, 4], most=64, world_size=8, ranks_per_node=4, max_ranks=32)
     ElasticBatch(batch_size=64, micro_batches=(2, 4), world_sizes=(4, 8, 16, 32))
     >>> elastic_batch_of_nodes([2, 4], most=64, world_size=20, ranks_per_node=4, max_ranks=32)
     ElasticBatch(batch_size=40, micro_batches=(2, 4), world_sizes=(20,))
+    >>> elastic_batch_of_nodes([2, 4], most=64, world_size=8, ranks_per_node=4, model_parallel_size=2, max_ranks=32)
+    ElasticBatch(batch_size=48, micro_batches=(2, 4), world_sizes=(2, 4, 6, 8, 12))
 
     Args:
-        world_size: the present number of ranks.
+        world_size: the present number of ranks, those of a model-parallel group counted one by one.
         ranks_per_node: a job has full nodes of so many ranks.
+        model_parallel_size: the ranks that hold one copy of the model together; a node has whole groups of them.
         micro_batches, most, min_ranks, max_ranks, prefer_larger: see `elastic_batch`.
 
     Raises:
-        ValueError: a number is not positive; `max_ranks` is less than a node; or not even one micro-batch fits.
+        ValueError: a number is not positive; `max_ranks` is less than a node; a node or the job has no whole number of groups;
+            or not even one micro-batch fits.
     """
+    if ranks_per_node % model_parallel_size:
+        raise ValueError(
+            f"elasticity.num_gpus_per_node: must be a multiple of model_parallel_size, {model_parallel_size}, got "
+            f"{ranks_per_node}; change one of them"
+        )
     if max_ranks < ranks_per_node:
         raise ValueError(
             f"elasticity.max_gpus: must be at least num_gpus_per_node, {ranks_per_node}, in version 0.2, got {max_ranks}"
         )
     fewest, largest = max(1, min_ranks // ranks_per_node), max_ranks // ranks_per_node
-    node = _best(micro_batches, most // ranks_per_node, fewest, largest, prefer_larger=prefer_larger)
-    world_sizes = tuple(number * ranks_per_node for number in node.world_sizes)
-    if world_size in world_sizes:
-        return ElasticBatch(node.batch_size * ranks_per_node, node.micro_batches, world_sizes)
-    batches = [most - most % (size * world_size) for size in node.micro_batches if size * world_size <= most]
+    groups_per_node = ranks_per_node // model_parallel_size
+    node = _best(micro_batches, most // groups_per_node, fewest, largest, prefer_larger=prefer_larger)
+    world_sizes = tuple(number * groups_per_node for number in node.world_sizes)
+    num_groups, num_left = divmod(world_size, model_parallel_size)
+    if num_groups in world_sizes:
+        return ElasticBatch(node.batch_size * groups_per_node, node.micro_batches, world_sizes)
+    if num_left:
+        raise ValueError(
+            f"elasticity.model_parallel_size: the number of ranks must be a multiple of {model_parallel_size}, got {world_size}; "
+            f"take whole nodes of {ranks_per_node}"
+        )
+    batches = [most - most % (size * num_groups) for size in node.micro_batches if size * num_groups <= most]
     if not batches:
         raise ValueError(
             f"elasticity.max_train_batch_size: {most} samples are less than one micro-batch of "
-            f"{min(node.micro_batches)} on each of {world_size} ranks; raise it, or take fewer ranks"
+            f"{min(node.micro_batches)} on each of {num_groups} ranks; raise it, or take fewer ranks"
         )
-    return ElasticBatch(max(batches) if prefer_larger else min(batches), node.micro_batches, (world_size,))
+    return ElasticBatch(max(batches) if prefer_larger else min(batches), node.micro_batches, (num_groups,))
+
+
+def micro_batch_of_gpus(
+    batch_size: int, micro_batches: Sequence[int], num_gpus: int, *, prefer_larger: bool = True
+) -> int:
+    """The micro-batch that DeepSpeed's version 0.2 returns without a `world_size`; it divides the batch among all GPUs.
+
+    Beside model parallelism this is not a data-parallel rank's micro-batch: that is `ElasticBatch.steps_on`.
+
+    >>> micro_batch_of_gpus(48, [2, 4, 6], num_gpus=4), micro_batch_of_gpus(48, [2, 4, 6], num_gpus=4, prefer_larger=False)
+    (6, 2)
+
+    Args:
+        num_gpus: those of model-parallel groups are counted one by one.
+        prefer_larger: true returns the largest that fits, false the first.
+
+    Raises:
+        ValueError: none fits.
+    """
+    fitting = [size for size in micro_batches if batch_size // num_gpus % size == 0]
+    if not fitting:
+        raise ValueError(
+            f"elasticity.micro_batch_sizes: one must divide {batch_size // num_gpus} samples, a batch of {batch_size} on "
+            f"{num_gpus} GPUs, got {[*micro_batches]}; pass world_size, the number of data-parallel ranks"
+        )
+    return max(fitting) if prefer_larger else fitting[0]
 
 
 def valid_world_sizes(batch_size: int, micro_batches: Sequence[int], min_ranks: int, max_ranks: int) -> tuple[int, ...]:

@@ -27,10 +27,9 @@ class Elasticity(Block):
     """Larger numbers of ranks are not counted when the batch is chosen."""
     num_gpus_per_node: Count = 1
     """With version 0.2: the ranks of a node; a job has full nodes."""
-    model_parallel_size: Annotated[
-        Count, only(lambda value: value == 1, "must be 1: there is no model-parallel axis")
-    ] = 1
-    """Must be 1: there is no model-parallel axis."""
+    model_parallel_size: Count = 1
+    """With version 0.2: the ranks that hold one copy of the model together, for `compute_elastic_config`. Training needs 1: there
+    is no model-parallel axis."""
     prefer_larger_batch: bool = True
     """If several batches can be trained by equally many numbers of ranks: true chooses the largest, false the smallest."""
     ignore_non_elastic_batch_info: bool = False
@@ -47,13 +46,36 @@ class Elasticity(Block):
                     raise ValueError(f"{name} is required where elasticity is enabled, got none")
         if self.max_gpus < self.min_gpus:
             raise ValueError(f"min_gpus must not be greater than max_gpus, got {self.min_gpus} and {self.max_gpus}")
+        if self.enabled and self.model_parallel_size > 1:
+            if self.version == 0.1:
+                raise ValueError(
+                    f"model_parallel_size must be 1 in version 0.1, got {self.model_parallel_size}; set version to 0.2"
+                )
+            if self.num_gpus_per_node % self.model_parallel_size:
+                raise ValueError(
+                    f"num_gpus_per_node must be a multiple of model_parallel_size, {self.model_parallel_size}, got "
+                    f"{self.num_gpus_per_node}; change one of them"
+                )
         return self
 
     def batch_on(self, world_size: int) -> ElasticBatch:
-        """The batch for `world_size` ranks.
+        """The batch that `world_size` ranks train.
 
         Raises:
-            ValueError: no batch fits, or none for this number of ranks.
+            ValueError: no batch fits, none for this number of ranks, or the block asks for model parallelism.
+        """
+        if self.model_parallel_size > 1:
+            raise ValueError(
+                f"elasticity.model_parallel_size: must be 1 in training, got {self.model_parallel_size}: there is no "
+                f"model-parallel axis; set it to 1 (compute_elastic_config takes others)"
+            )
+        return self.batch_of_gpus(world_size)
+
+    def batch_of_gpus(self, num_gpus: int) -> ElasticBatch:
+        """The batch for `num_gpus`, of which `model_parallel_size` make one data-parallel rank.
+
+        Raises:
+            ValueError: no batch fits, or none for this number.
         """
         from fzero.config.elastic_sizes import elastic_batch, elastic_batch_of_nodes
 
@@ -62,5 +84,6 @@ class Elasticity(Block):
         limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": most}
         if self.version == 0.1:
             return elastic_batch(sizes, prefer_larger=is_larger, **limits)
-        limits |= {"world_size": world_size, "ranks_per_node": self.num_gpus_per_node}
+        limits |= {"world_size": num_gpus, "ranks_per_node": self.num_gpus_per_node}
+        limits |= {"model_parallel_size": self.model_parallel_size}
         return elastic_batch_of_nodes(sizes, prefer_larger=is_larger, **limits)

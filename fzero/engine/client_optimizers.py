@@ -177,6 +177,11 @@ def _needs_whole_params(cls: type[torch.optim.Optimizer], arguments: Hyper) -> b
         try:
             check_whole(cls, arguments)
         except Exception:  # a class may raise any error
+            if issubclass(cls, torch.optim.Muon):
+                raise ConfigError(
+                    "optimizer: must not be torch.optim.Muon, which takes matrices only; give initialize no optimizer, and name "
+                    'it in the configuration, "optimizer": {"type": "Muon"}, which has Adam for the other parameters'
+                ) from None
             raise error from None
         warnings.warn(
             f"optimizer: {cls.__name__} works on whole parameters only, so that every rank holds all of its state, undivided, "

@@ -20,6 +20,7 @@ from fzero.pipeline.execution import PipelineProgram, stages_of
 from fzero.pipeline.module import PipelineError, PipelineModule
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.topology import PipelineParallelGrid
+from fzero.step import TrainStep
 
 
 class PipelineEngine(Engine):
@@ -27,12 +28,15 @@ class PipelineEngine(Engine):
 
     Attributes:
         total_loss, agg_train_loss: the loss of the last batch, the mean over micro-batches and data ranks; None before it.
+        loss: on the last stage this rank's loss of the micro-batch that ran last, in training or evaluation, without its graph;
+            0 on other stages and before the first one.
         is_pipe_parallel, is_data_parallel: whether there are several stages, and several ranks of each.
     """
 
     module: PipelineModule
     total_loss: Tensor | None = None
     agg_train_loss: Tensor | None = None
+    _last_loss: Tensor | None = None
     _data_iterator: Iterator[Any] | None = None
     _batch_fn: Any = None
     is_model_parallel = False
@@ -69,6 +73,7 @@ class PipelineEngine(Engine):
         self.micro_steps += self.micro_batches
         self._report(before)
         self.total_loss = self.agg_train_loss = self.metrics.loss
+        self._keep_loss(step)
         return self.metrics.loss
 
     def eval_batch(
@@ -103,7 +108,8 @@ class PipelineEngine(Engine):
                 f"eval_batch: reduce_output must be 'avg' or None, got {reduce_output!r}; pass one of these"
             )
         self._begin_batch()
-        run, of_training = self.active_step().runtime, self._data_iterator
+        active, of_training = self.active_step(), self._data_iterator
+        run = active.runtime
         stages, program = stages_of(run), run.runs
         assert isinstance(program, PipelineProgram)
         try:
@@ -116,9 +122,19 @@ class PipelineEngine(Engine):
             is_mean = outputs is not None and reduce_output == "avg"
             return sum(outputs) / len(outputs) if is_mean and outputs is not None else outputs
         loss = program.mean_loss(run, passes, len(items))
+        self._keep_loss(active)
         if not return_logits:
             return loss
         return loss, None if outputs is None else torch.cat([out.reshape(-1, *out.shape[1:]) for out in outputs])
+
+    @property
+    def loss(self) -> Tensor:
+        return torch.zeros((), device=self.device) if self._last_loss is None else self._last_loss
+
+    def _keep_loss(self, step: TrainStep) -> None:
+        program = step.runtime.runs
+        assert isinstance(program, PipelineProgram)
+        self._last_loss = program.last_loss[0] if program.last_loss else None
 
     def _begin_batch(self) -> None:
         """Brings the curriculum to the next step; the layers get no argument of it, and `set_batch_fn` may cut the batch."""

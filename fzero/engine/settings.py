@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import cached_property
 from operator import attrgetter
@@ -10,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from fzero.checkpoint.deepspeed.files import MODEL, MODEL_OF_RANK, OPTIMIZER_OF_RANK
 from fzero.config.config import Config
 from fzero.engine.config_keys import EngineKeys
 from fzero.engine.deepspeed_config import DeepSpeedConfig
@@ -172,6 +174,34 @@ class Settings:
             "init_scale": self.initial_dynamic_scale(), "scale_window": fp16.loss_scale_window, "min_scale": fp16.min_loss_scale,
             "delayed_shift": fp16.hysteresis, "consecutive_hysteresis": fp16.consecutive_hysteresis,
         }  # fmt: skip
+
+    @cached_property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The weights whose gradients are sent as sparse tensors: none, also with `sparse_gradients`."""
+        return set()
+
+    # --- names of DeepSpeed's files, which `load_checkpoint` reads; `save_checkpoint` writes others ---------------------
+
+    def _get_ckpt_name(
+        self,
+        checkpoints_path: str | Path,
+        tag: str | None,
+        mp_placeholder: str | None = None,
+        pp_placeholder: str | None = None,
+    ) -> str:
+        """The path of the model file of a checkpoint of DeepSpeed's; in stage 3, of this rank's."""
+        rank = self.get_data_parallel_rank() if pp_placeholder is None else pp_placeholder
+        name = MODEL_OF_RANK.format(rank) if self.zero_optimization_partition_weights() else MODEL
+        if mp_placeholder is not None:
+            name = name.replace("mp_rank_00", f"mp_rank_{mp_placeholder}")
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _get_zero_ckpt_name(self, checkpoints_path: str | Path, tag: str | None) -> str:
+        """The path of the file of this rank's optimizer state."""
+        prefix = "bf16_" if self.bfloat16_enabled() else ""
+        return os.path.join(
+            checkpoints_path, str(tag), prefix + OPTIMIZER_OF_RANK.format(self.get_data_parallel_rank())
+        )
 
     def autotuning_metric_path(self) -> str:
         return str(look_up(self.config, "autotuning.metric_path", Path.cwd() / "autotuning_metric.json"))

@@ -106,6 +106,7 @@ ATTRIBUTES: dict[str, Any] = {
     "mp_world_size": 1,
     "num_experts": (),
     "pipeline_parallelism": False,
+    "quantizer": None,
     "seq_parallel_group": None,
     "sequence_parallel_size": 1,
     "use_ds_comm": False,

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ class PipelineProgram:
         loss_fn: of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
+        last_loss: the result of `loss_fn` for the micro-batch that ran last, without its graph; empty where none has run here.
     """
 
     model: StageLayers
@@ -70,6 +71,7 @@ class PipelineProgram:
     loss_fn: Callable[[Any, Any], Any] | None
     blocks: Blocks
     mailbox: Mailbox
+    last_loss: list[Tensor] = field(default_factory=list, compare=False)
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """See `fzero.runtime.phases.forward_backward`. *Collective:* every rank."""
@@ -235,6 +237,7 @@ class Passes:
             self.program.model, lambda model, batch: x if loss_fn is None else loss_fn(x, labels), None,
             reduces_by_sum=not self.run.rules.loss.is_mean, autocast=dtype, device=self.run.device.type,
         )  # fmt: skip
+        self.program.last_loss[:] = [loss[0].detach()]
         return x, loss
 
     def _through(self, start: int, stop: int, number: int, x: Any) -> Any:

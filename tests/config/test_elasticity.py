@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import logging
 import math
+from collections.abc import Iterator
+from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import assume, given, strategies as st
+from torch import nn
 
+import fzero
 from fzero.config.config import Config, ConfigError
 from fzero.config.elastic_sizes import (
     elastic_batch,
@@ -14,6 +22,7 @@ from fzero.config.elastic_sizes import (
     highly_composite_numbers,
     valid_world_sizes,
 )
+from fzero.deepspeed import elasticity
 
 sizes = st.lists(st.integers(1, 24), min_size=1, max_size=4)
 
@@ -110,7 +119,16 @@ def test_a_configuration_takes_its_batch_sizes_from_the_block(world_size, versio
         (ELASTIC | {"micro_batch_sizes": []}, {}, "elasticity.micro_batch_sizes"),
         (ELASTIC | {"micro_batch_sizes": [2, 0]}, {}, "must be at least 1, got 0"),
         (ELASTIC | {"version": 0.3}, {}, "elasticity.version: must be 0.1 or 0.2, got 0.3"),
-        (ELASTIC | {"model_parallel_size": 2}, {}, "elasticity.model_parallel_size: must be 1"),
+        (
+            ELASTIC | {"model_parallel_size": 2, "version": 0.1},
+            {},
+            "model_parallel_size must be 1 in version 0.1, got 2",
+        ),
+        (
+            ELASTIC | {"model_parallel_size": 2, "num_gpus_per_node": 3},
+            {},
+            "num_gpus_per_node must be a multiple of model_parallel_size, 2, got 3",
+        ),
         (ELASTIC | {"min_gpus": 3, "max_gpus": 2}, {}, "min_gpus must not be greater than max_gpus, got 3 and 2"),
         (ELASTIC, {"train_batch_size": 8}, "train_batch_size: follows from elasticity, which is enabled, got 8"),
     ],
@@ -119,6 +137,149 @@ def test_a_wrong_block_is_refused_with_its_key(block, beside, reported):
     with pytest.raises(ConfigError) as error:
         Config.load({"elasticity": block, **beside})
     assert reported in str(error.value)
+
+
+# --- model parallelism -----------------------------------------------------------------------------------------------
+
+NODES: list[tuple[dict[str, Any], int, Any, int | None]] = [
+    (
+        {"most": 200, "sizes": [2, 4, 6], "per_node": 8, "parallel": 2},
+        16,
+        (192, [4, 8, 12, 16, 24, 32, 48, 96], 6),
+        6,
+    ),
+    (
+        {"most": 130, "sizes": [2, 4, 6], "per_node": 8, "parallel": 4, "larger": False},
+        24,
+        (96, [2, 4, 6, 8, 12, 16, 24, 48], 2),
+        4,
+    ),
+    (
+        {"most": 100, "sizes": [6, 4], "per_node": 4, "parallel": 2, "larger": False},
+        8,
+        (96, [2, 4, 6, 8, 12, 16, 24], 6),
+        6,
+    ),
+    ({"most": 600, "sizes": [3, 5], "per_node": 4, "parallel": 2, "fewest": 8}, 28, (588, [14], 3), None),
+    ({"most": 80, "sizes": [2, 4], "per_node": 4, "parallel": 2, "largest": 32}, 20, (80, [10], 4), None),
+    ({"most": 300, "sizes": [7, 2], "per_node": 6, "parallel": 3, "larger": False}, 66, (154, [22], 2), None),
+]
+"""Keys and the number of GPUs; then DeepSpeed 0.19.6's batch, numbers of data-parallel ranks and micro-batch without a
+`world_size`, and its micro-batch with it; None where that is an ElasticityIncompatibleWorldSize."""
+
+
+def _block(
+    most: int,
+    sizes: list[int],
+    per_node: int,
+    parallel: int,
+    fewest: int = 1,
+    largest: int = 10_000,
+    larger: bool = True,
+) -> dict[str, Any]:
+    return {
+        "enabled": True, "max_train_batch_size": most, "micro_batch_sizes": sizes, "num_gpus_per_node": per_node,
+        "model_parallel_size": parallel, "min_gpus": fewest, "max_gpus": largest, "prefer_larger_batch": larger, "version": 0.2,
+    }  # fmt: skip
+
+
+def _computed(package: Any, block: dict[str, Any], num_gpus: int) -> Any:
+    """What `compute_elastic_config` returns without and with a number of ranks, or its error's name."""
+    found = list[Any]()
+    for of_ranks in (0, num_gpus):
+        try:
+            found.append(tuple(package.compute_elastic_config({"elasticity": block}, "0.19.6", of_ranks, True)))
+        except Exception as error:
+            found.append(type(error).__name__)
+    return found
+
+
+@pytest.mark.parametrize(("keys", "num_gpus", "alone", "micro_batch"), NODES)
+def test_with_model_parallelism_the_batch_is_deepspeeds(
+    keys: dict[str, Any], num_gpus: int, alone: Any, micro_batch: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(num_gpus))
+    of_ranks = "ElasticityIncompatibleWorldSize" if micro_batch is None else (*alone[:2], micro_batch)
+    assert _computed(elasticity, _block(**keys), num_gpus) == [alone, of_ranks]
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(2, 3), st.integers(1, 3), st.integers(1, 40))
+def test_groups_of_ranks_are_what_ranks_are_alone(sizes, parallel, groups_per_node, nodes):
+    """`model_parallel_size` GPUs count as one, whatever else."""
+    limits: dict[str, Any] = {"most": 900, "prefer_larger": True}
+    alone = {
+        "world_size": nodes * groups_per_node,
+        "ranks_per_node": groups_per_node,
+        "max_ranks": 50 * groups_per_node,
+    }
+    grouped = {key: value * parallel for key, value in alone.items()} | {"model_parallel_size": parallel}
+    try:
+        expected = elastic_batch_of_nodes(sizes, **limits, **alone)
+    except ValueError:
+        with pytest.raises(ValueError):
+            elastic_batch_of_nodes(sizes, **limits, **grouped)
+        return
+    assert elastic_batch_of_nodes(sizes, **limits, **grouped) == expected
+
+
+def test_model_parallelism_is_refused_by_name_in_training_and_where_it_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = _block(most=64, sizes=[2, 4], per_node=4, parallel=2)
+    model, named = nn.Linear(2, 2), r"elasticity\.model_parallel_size: must be 1 in training, got 2"
+    with pytest.raises(ConfigError, match=named):
+        fzero.make_train_step(model, {"elasticity": block}, loss_fn=lambda model, batch: model(batch).sum())
+    with pytest.raises(ConfigError, match=named):
+        fzero.initialize(model=model, config={"elasticity": block, "optimizer": {"type": "Adam"}})
+    for num_gpus in ("41", "7"):
+        monkeypatch.setenv("WORLD_SIZE", num_gpus)
+        with pytest.raises(elasticity.ElasticityIncompatibleWorldSize, match=f"multiple of 2, got {num_gpus}"):
+            elasticity.compute_elastic_config({"elasticity": block}, "0.19.6")
+    for wrong in (block | {"version": 0.1}, block | {"num_gpus_per_node": 3}):
+        with pytest.raises(elasticity.ElasticityConfigError, match="model_parallel_size"):
+            elasticity.compute_elastic_config({"elasticity": wrong}, "0.19.6", 8)
+    assert Config.load({"elasticity": block | {"enabled": False}}).elasticity.model_parallel_size == 2
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+@pytest.mark.long
+def test_elastic_batches_with_and_without_model_parallelism_are_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Except where DeepSpeed returns a batch of 0 samples or no micro-batch, or ends in an error of the wrong kind."""
+    with _quiet():
+        real = importlib.import_module("deepspeed.elasticity")
+        random, num_equal = Random(3), 0
+        for keys, num_gpus in [*(row[:2] for row in NODES), *(_some(random) for _ in range(1000))]:
+            block = _block(**keys)
+            monkeypatch.setenv("WORLD_SIZE", str(num_gpus))
+            for ours, theirs in zip(
+                _computed(elasticity, block, num_gpus), _computed(real, block, num_gpus), strict=True
+            ):
+                if ours == theirs:
+                    num_equal += isinstance(theirs, tuple)
+                elif not isinstance(theirs, tuple) or theirs[0]:  # otherwise theirs is a batch of 0 samples
+                    is_none = theirs[-1] is None or theirs in ("TypeError", "ValueError")
+                    assert is_none or num_gpus % keys["parallel"], (keys, num_gpus, ours, theirs)
+                    assert ours == "ElasticityIncompatibleWorldSize", (keys, num_gpus, ours, theirs)
+    assert num_equal > 700
+
+
+def _some(random: Random) -> tuple[dict[str, Any], int]:
+    parallel = random.choice([1, 1, 2, 3, 4])
+    per_node = parallel * random.randint(1, 4)
+    keys = {
+        "most": random.randint(20, 3000), "sizes": [random.randint(1, 12) for _ in range(random.randint(1, 3))],
+        "per_node": per_node, "parallel": parallel, "larger": random.random() < 0.5,
+        "fewest": random.choice([1, 1, per_node, 3 * per_node]), "largest": random.choice([10_000, 40 * per_node]),
+    }  # fmt: skip
+    return keys, random.choice([per_node * random.randint(1, 40), random.randint(1, 100)])
 
 
 def test_batch_sizes_beside_the_block_are_ignored_where_it_says_so_and_reported():

@@ -94,3 +94,17 @@ def test_an_optimizer_without_a_class_here_is_torchs_base() -> None:
     engine, _ = _made(1, optimizer={"type": "Lamb", "params": {"lr": 0.1}})
     _step(engine)
     assert type(engine.basic_optimizer).__mro__[1] is torch.optim.Optimizer
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_scripts_own_muon_is_refused_with_the_configurations(stage: int) -> None:
+    """It would train matrices only, and fzero updates flat shards; the configuration's Muon has Adam for the rest."""
+    remedy = r'must not be torch\.optim\.Muon.*"optimizer": \{"type": "Muon"\}'
+    for make_optimizer in (torch.optim.Muon, lambda params: torch.optim.Muon(list(params), lr=0.1)):
+        model = torch.nn.Linear(4, 4, bias=False)
+        given = make_optimizer(model.parameters()) if make_optimizer is torch.optim.Muon else make_optimizer
+        with pytest.raises(fzero.ConfigError, match=remedy):
+            fzero.initialize(model=model, optimizer=given, config={"zero_optimization": {"stage": stage}})
+    config = {"optimizer": {"type": "Muon"}, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 2}
+    engine = fzero.initialize(model=torch.nn.Linear(4, 4), config=config)[0]
+    assert engine.optimizer_name() == "muon"

@@ -113,6 +113,40 @@ def test_alone_with_one_stage_it_trains_as_well(tmp_path: Path) -> None:
     assert losses == wanted and resumed == wanted[2:]
 
 
+def last_losses(num_stages: int) -> list[float]:
+    """`engine.loss` before the first batch, after two of training and one of evaluation; on the last stage, as seen."""
+    torch.set_num_threads(1)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def loss_fn(out: Tensor, labels: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(out, labels)
+        seen.append((loss.detach().clone(), labels))
+        return loss
+
+    module = PipelineModule(specs(), num_stages=num_stages, loss_fn=loss_fn)
+    engine = deepspeed.initialize(model=module, config=settings(1))[0]
+    of_rank = batches(engine.grid.get_data_parallel_rank())
+    losses, data = [engine.loss.item()], iter(of_rank)
+    for index, call in enumerate((engine.train_batch, engine.train_batch, engine.eval_batch)):
+        mean = call(data)
+        assert engine.loss.shape == () and not engine.loss.requires_grad
+        losses.append(engine.loss.item())
+        if engine.is_last_stage():
+            assert len(seen) == MICRO * (index + 1) and torch.equal(seen[-1][1], of_rank[len(seen) - 1][1])
+            assert engine.loss == seen[-1][0] != mean
+        else:
+            assert not seen and engine.loss == 0
+    return losses
+
+
+def test_the_loss_is_that_of_the_last_micro_batch_on_the_last_stage_and_0_elsewhere(ranks: RankPool) -> None:
+    found = [last_losses(1), *ranks(4, last_losses, 2)]
+    assert found[1] == found[2] == [0.0] * 4  # the first stage
+    assert found[0][0] == found[3][0] == found[4][0] == 0
+    assert found[0] == found[3]  # the stages change no number
+    assert found[3][1:] != found[4][1:]  # each data rank has its own
+
+
 def loads(folder: str, num_stages: int) -> list[float]:
     engine = made(num_stages)
     engine.load_checkpoint(folder)

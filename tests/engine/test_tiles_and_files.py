@@ -7,6 +7,7 @@ import importlib
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,6 +147,55 @@ def test_files_of_a_checkpoint_are_found_as_deepspeed_finds_them(
         except Exception as error:
             outcomes.append((type(error), str(error)))
     assert outcomes[0] == outcomes[1]
+
+
+MODEL_FILES = {
+    (1, ()): "mp_rank_00_model_states.pt", (1, ("*", "7")): "mp_rank_*_model_states.pt",
+    (3, ()): "zero_pp_rank_0_mp_rank_00_model_states.pt", (3, ("*", "7")): "zero_pp_rank_7_mp_rank_*_model_states.pt",
+    (3, ("03",)): "zero_pp_rank_0_mp_rank_03_model_states.pt",
+}  # fmt: skip
+"""By stage and the placeholders for the numbers of the model-parallel and the data-parallel rank."""
+
+
+def test_an_engine_names_the_files_of_deepspeeds_checkpoints(tmp_path: Path) -> None:
+    for (stage, placeholders), name in MODEL_FILES.items():
+        engine = fzero.initialize(model=nn.Linear(2, 2), config=settings(stage))[0]
+        assert engine._get_ckpt_name("./dir", "tag", *placeholders) == f"./dir/tag/{name}"
+        assert engine._get_zero_ckpt_name(Path("/dir"), 5) == "/dir/5/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        for missing in (
+            "_get_optimizer_ckpt_name",
+            "checkpoint_engine",
+        ):  # of mixtures of experts; of DeepSpeed's writers
+            with pytest.raises(AttributeError, match=missing):
+                getattr(engine, missing)
+        assert engine.quantizer is None
+        engine.sparse_tensor_module_names.add("x")
+    assert fzero.initialize(model=nn.Linear(2, 2), config=settings(1))[0].sparse_tensor_module_names == set()
+    engine = fzero.initialize(model=nn.Linear(2, 2), config=settings(1, bf16={"enabled": True}))[0]
+    assert engine._get_zero_ckpt_name("dir", "tag") == "dir/tag/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    engine.save_checkpoint(tmp_path / "own", tag="first")
+    written = fzero.checkpoint.export_deepspeed(tmp_path / "own" / "first", tmp_path / "theirs")
+    assert Path(engine._get_ckpt_name(tmp_path / "theirs", written.name)).is_file()
+
+
+@REAL
+def test_the_names_of_files_are_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    with _quiet():
+        real = importlib.import_module("deepspeed.runtime.engine")
+    monkeypatch.setattr(real.dist, "get_rank", lambda group=None: 0)
+    engine = object.__new__(real.DeepSpeedEngine)
+    nn.Module.__init__(engine)
+    engine.checkpoint_mp_rank, engine.optimizer = 0, SimpleNamespace(dp_process_group=None)
+    for stage in (1, 3):
+        for is_bf16 in (False, True):
+            engine.zero_optimization_partition_weights = lambda stage=stage: stage == 3
+            engine.bfloat16_enabled = lambda is_bf16=is_bf16: is_bf16
+            ours = fzero.initialize(model=nn.Linear(2, 2), config=settings(stage, bf16={"enabled": is_bf16}))[0]
+            for of_stage, placeholders in MODEL_FILES:
+                if of_stage == stage:
+                    arguments = ("./dir", "tag", *placeholders)
+                    assert ours._get_ckpt_name(*arguments) == engine._get_ckpt_name(*arguments)
+            assert ours._get_zero_ckpt_name("dir", "tag") == engine._get_zero_ckpt_name("dir", "tag")
 
 
 # --- frozen weights in 8 bits ----------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ WORD = "import_deepspeed"
 LATEST = ("latest", "latest_universal")
 MODEL = "mp_rank_00_model_states.pt"
 MODEL_OF_RANK = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+OPTIMIZER_OF_RANK = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_?optim_states\.pt")
 ELSEWHERE = {
     "layer_*_expert_*": "a mixture of experts (deepspeed.moe)",

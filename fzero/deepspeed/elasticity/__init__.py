@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from fzero.config.config import Config
-from fzero.config.elastic_sizes import elastic_batch
+from fzero.config.elastic_sizes import micro_batch_of_gpus
 from fzero.config.fields import ConfigError
 from fzero.deepspeed.elasticity.config import (
     ElasticityConfigError,
@@ -28,7 +28,10 @@ def elasticity_enabled(ds_config: dict[str, Any]) -> bool:
 def compute_elastic_config(
     ds_config: dict[str, Any], target_deepspeed_version: str, world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int]:
-    """(Samples of a step, numbers of ranks that can train it[, samples of a rank's micro-step on `world_size` ranks]).
+    """(Samples of a step, numbers of data-parallel ranks that can train it[, samples of a rank's micro-step]).
+
+    `world_size` stands for both numbers of DeepSpeed's formulas: the GPUs, of which `model_parallel_size` make a data-parallel
+    rank, and the data-parallel ranks, which must be among those that can train the batch.
 
     Args:
         ds_config: with the block `elasticity`.
@@ -54,16 +57,15 @@ def compute_elastic_config(
             "world_size: must be given, or WORLD_SIZE be set, got neither; pass the number of ranks"
         )
     try:
-        if needs:
-            batch = keys.batch_on(num_ranks)
-        else:
-            assert keys.micro_batch_sizes is not None and keys.max_train_batch_size is not None
-            batch = elastic_batch(
-                keys.micro_batch_sizes, most=keys.max_train_batch_size, min_ranks=keys.min_gpus, max_ranks=keys.max_gpus,
-                prefer_larger=keys.prefer_larger_batch,
-            )  # fmt: skip
+        batch = keys.batch_of_gpus(num_ranks)
         found = batch.batch_size, [*batch.world_sizes]
-        return (*found, batch.steps_on(num_ranks)[0]) if world_size > 0 or return_microbatch else found
+        if not (world_size > 0 or return_microbatch):
+            return found
+        if world_size > 0 or keys.version == 0.1:
+            return *found, batch.steps_on(num_ranks)[0]
+        assert keys.micro_batch_sizes is not None
+        larger = keys.prefer_larger_batch
+        return *found, micro_batch_of_gpus(found[0], keys.micro_batch_sizes, num_ranks, prefer_larger=larger)
     except ValueError as error:
         raise ElasticityIncompatibleWorldSize(str(error)) from None
 
