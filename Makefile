@@ -20,10 +20,15 @@ help:
 
 env: $(VENV)/.ready  ## build the virtual environment
 
-$(VENV)/.ready: pyproject.toml
+# The demo needs a small part of the development environment, which grows from it.
+$(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@# Python compiles a module when it is first imported; most of these never are.
 	$(BIN)/pip install --quiet --no-compile torch==$(TORCH)
+	$(BIN)/pip install --quiet --no-compile --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.demo
 	$(BIN)/pip install --quiet --no-compile --editable '.[dev]'
 	@touch $@
 
@@ -31,7 +36,7 @@ $(VENV)/.clients: $(VENV)/.ready
 	$(BIN)/pip install --quiet --no-compile --editable '.[dev,clients]'
 	@touch $@
 
-demo: env  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 2 --steps 100"
+demo: $(VENV)/.demo  ## train a byte-level GPT with ZeRO-3 on two processes; ARGS="--stage 2 --ranks 3 --steps 1500"
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: env  ## every test but the long ones of `make test-all` and `make nightly`, on one to four real processes

@@ -1,6 +1,7 @@
 """The demo: a byte-level GPT learns Python, with its state sharded over the ranks.
 
-    make demo                                   stage 3 on two processes
+    make demo                                   stage 3 on two processes, for 90 seconds
+    make demo ARGS="--steps 1500"               longer: some minutes, and better than gzip
     make demo ARGS="--stage 1 --ranks 3"        another stage, another number of ranks
     make demo ARGS="--dtype bf16"               parameters in bf16 beside an fp32 master
     make demo ARGS="--comm-hooks zero++"        quantized communication, compared with an exact run
@@ -11,7 +12,8 @@
     fzero --num_procs 2 examples/train_gpt.py --stage 2    started like any script, on one machine or on many
 
 Every rank runs `train`. It describes the model without memory and plans the shards; `learn` initialises this rank's shards and
-calls `state, metrics = step(state, batch)`; `score` evaluates. `report` and `draw` show the results, `launch` starts the ranks.
+calls `state, metrics = step(state, batch)` until its `Limit` ends it; `score` evaluates. `report` and `draw` show the results,
+`launch` starts the ranks.
 """
 
 import argparse
@@ -34,6 +36,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
 from rich.text import Text
 from text import gzip_bits_per_byte, random_batch, read_text, scoring_batches
 
@@ -53,6 +56,8 @@ COMM_HOOKS = {
     "zero++": {"zero_quantized_weights": True, **LOCO},
 }
 BITS = 1 / math.log(2)  # the loss is in nats per byte, compressors count bits
+SECONDS_PER_LINE, SECONDS_PER_SAMPLE, SAMPLE_LENGTH = 2, 15, 70
+SCORED_AFTER_SECONDS = 100_000  # held-out bytes that a short training is scored on; a long one gets all
 
 
 def parse_options() -> argparse.Namespace:
@@ -70,7 +75,8 @@ def parse_options() -> argparse.Namespace:
         "--pipe", type=int, metavar="STAGES", help="train as a pipeline of so many stages, in ZeRO stage 1"
     )
     parser.add_argument("--ranks", type=int, default=2, help="number of processes")
-    parser.add_argument("--steps", type=int, default=1500, help="optimizer steps")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: as many as --seconds allow)")
+    parser.add_argument("--seconds", type=float, default=90, help="seconds of training, where --steps is left out")
     parser.add_argument("--size", default="small", choices=SIZES, help="size of the model")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights, the batches and the sample")
     parser.add_argument("--out", type=Path, default=Path("out/demo"), help="folder of the picture and the numbers")
@@ -86,7 +92,35 @@ def parse_options() -> argparse.Namespace:
             "--config FILE says the stage, the dtype, the comm hooks and what is offloaded; leave out --stage, "
             "--dtype, --comm-hooks and --offload"
         )
+    if options.steps is None and (options.pipe or options.comm_hooks or options.save):
+        options.steps = 1500  # so that two runs, and the runs before and after a save, have the same steps
     return options
+
+
+class Limit:
+    """The end of training: after a number of steps, or of seconds on which the ranks agree, or when a signal asks for it.
+
+    Attributes:
+        done: the part of the training that is over, 0 to 1.
+    """
+
+    def __init__(self, steps: int | None, seconds: float, stop: threading.Event) -> None:
+        self._steps, self._seconds, self._stop, self.done = steps, seconds, stop, 0.0
+        self._started = time.perf_counter()
+
+    def begin(self) -> None:
+        self._started = time.perf_counter()
+
+    def is_over(self, num_steps: int) -> bool:
+        """*Collective:* ranks that ended at different steps would wait for each other."""
+        time_done = (time.perf_counter() - self._started) / self._seconds
+        is_asked, time_done = mean_of_ranks([float(self._stop.is_set()), time_done])
+        self.done = min(1, num_steps / self._steps if self._steps else time_done)
+        return is_asked > 0 or self.done >= 1
+
+    def left(self, pace: float, num_steps: int) -> float:
+        """The seconds that are left, at `pace` seconds per step."""
+        return pace * (self._steps - num_steps) if self._steps else self._seconds * (1 - self.done)
 
 
 def config(stage: int, dtype: str, **keys: Any) -> fzero.Config:
@@ -106,8 +140,10 @@ def train(options: argparse.Namespace) -> None:
     with torch.device("meta"):
         model = GPT(size)  # names and shapes: during training no rank holds the full model
 
+    limit = Limit(options.steps, options.seconds, stop)
+
     def smaller_at_the_end(num_updates: int) -> float:
-        return 3e-3 if num_updates < 0.75 * options.steps else 5e-4
+        return 3e-3 if limit.done < 0.75 else 5e-4  # the same on all ranks: `done` is what they agreed on
 
     if options.config:
         configs, schedule = {"": fzero.Config.load(options.config)}, None
@@ -125,6 +161,8 @@ def train(options: argparse.Namespace) -> None:
                 options.comm_hooks: config(stage, dtype, **offload, **COMM_HOOKS[options.comm_hooks]),
             }
     training_text, held_out_text = read_text()
+    if options.steps is None:
+        held_out_text = held_out_text[:SCORED_AFTER_SECONDS]
     results: dict[str, dict[str, Any]] = {}
     for name, cfg in configs.items():
         step = fzero.make_train_step(model, cfg, lr_schedule=schedule, seed=options.seed)
@@ -134,7 +172,7 @@ def train(options: argparse.Namespace) -> None:
         if not results:
             console.print(f"{len(training_text):,} bytes of Python to learn from; one file in twenty is held out")
         folder = options.save and options.save / name
-        state, losses = learn(console, step, cfg, options, training_text, folder, stop)
+        state, losses = learn(console, step, cfg, options, training_text, folder, limit)
         where = {"rank": step.rank, "world_size": step.world_size}
         batches, scored = scoring_batches(held_out_text, context=size.context, batch_size=SCORING_BATCH_SIZE, **where)
         scores = score(console, step, state, batches, stop)
@@ -166,9 +204,9 @@ def learn(
     options: argparse.Namespace,
     text: torch.Tensor,
     folder: Path | None,
-    stop: threading.Event,
+    limit: Limit,
 ) -> tuple[fzero.TrainState[torch.Tensor], list[float]]:
-    """The state after `options.steps` steps, and the bits per byte of each step."""
+    """The state at the limit, and the bits per byte of each step."""
     state, losses, context = step.init(), [], SIZES[options.size].context
     if folder and (folder / "latest").exists():
         state, losses, path = fzero.load(folder, step=step)
@@ -177,22 +215,32 @@ def learn(
     num_before = len(losses)
     micro_batch, num_micro_steps = cfg.batch_sizes(step.world_size)[1:]
     batch_size = (micro_batch or BATCH_SIZE) * num_micro_steps
-    live = console.is_terminal  # a terminal has one changing line; a log gets ten lines
-    started = time.perf_counter()
+    live = console.is_terminal  # a terminal has one changing line; a log gets a line every two seconds
+    limit.begin()
+    started = last_line = last_sample = time.perf_counter()
     with Progress(TextColumn("{task.description}"), BarColumn(10), console=console, disable=not live) as progress:
-        task = progress.add_task("the first step", total=options.steps)
-        while len(losses) < options.steps and not agree(stop):
+        task = progress.add_task("the first step", total=1)
+        while not limit.is_over(len(losses)):
             where = {"seed": options.seed, "step": len(losses), "rank": step.rank}
             batch = random_batch(text, context=context, batch_size=batch_size, **where)
             state, metrics = step(state, batch)
             losses.append(metrics.loss.item() * BITS)
             if folder and len(losses) % 100 == 0:  # written while the next steps run
                 saving = fzero.start_save(state, folder, step=step, client=list(losses), keep=2, after=saving)
-            pace = (time.perf_counter() - started) / (len(losses) - num_before)
-            line = describe(losses, options.steps, pace, num_tokens=batch_size * context * step.world_size)
-            progress.update(task, completed=len(losses), description=line)
-            if not live and len(losses) % max(1, options.steps // 10) == 0:
+            now = time.perf_counter()
+            pace = (now - started) / (len(losses) - num_before)
+            left = limit.left(pace, len(losses))
+            line = describe(losses, options.steps, pace, left, num_tokens=batch_size * context * step.world_size)
+            progress.update(task, completed=limit.done, description=line)
+            if not live and (now - last_line > SECONDS_PER_LINE or len(losses) == options.steps):
                 console.print(line)
+                last_line = now
+            # Rank 0 says when, for a sample needs all ranks: stage 3 gathers the parameters for it.
+            if mean_of_ranks([float(step.rank == 0 and now - last_sample > SECONDS_PER_SAMPLE)])[0] > 0:
+                if (weights := step.gather(state, to="rank0")) and step.rank == 0:
+                    text_now = sample(SIZES[options.size], weights, options.seed, num_bytes=SAMPLE_LENGTH)
+                    console.print(Text(f"  it writes: {text_now!r}", style="green"))
+                last_sample = time.perf_counter()
     if saving:
         saving.wait()
     if folder and len(losses) > num_before and len(losses) % 100:
@@ -217,17 +265,30 @@ def score(
 
 def agree(stop: threading.Event) -> bool:
     """Whether any rank was asked to stop. *Collective*: a rank that stopped alone would leave the others waiting."""
-    asked = torch.tensor(float(stop.is_set()))
-    mean = fzero.reduce_scatter_grads(asked, fzero.specs_of(asked), fzero.join())
-    return mean.item() > 0
+    return mean_of_ranks([float(stop.is_set())])[0] > 0
 
 
-def describe(losses: list[float], num_steps: int, pace: float, *, num_tokens: int) -> str:
-    """The progress line; `pace` is in seconds per step, `num_tokens` per step of all ranks."""
+def mean_of_ranks(numbers: list[float]) -> list[float]:
+    """The means of some numbers over the ranks. *Collective.*"""
+    own = torch.tensor(numbers)
+    means: list[float] = fzero.reduce_scatter_grads(own, fzero.specs_of(own), fzero.join()).tolist()
+    return means
+
+
+def describe(losses: list[float], num_steps: int | None, pace: float, left: float, *, num_tokens: int) -> str:
+    """The progress line; `pace` is in seconds per step, `left` in seconds, `num_tokens` per step of all ranks."""
     loss = sum(losses[-20:]) / len(losses[-20:])
-    minutes, seconds = divmod(round(pace * (num_steps - len(losses))), 60)
-    line = f"step {len(losses)}/{num_steps}: {loss:.3f} bits per byte, {num_tokens / pace:,.0f} tokens/s"
-    return f"{line}, {minutes}:{seconds:02} left"
+    minutes, seconds = divmod(round(left), 60)
+    count = f"{len(losses)}/{num_steps}" if num_steps else f"{len(losses)}"
+    return f"step {count}: {loss:.3f} bits per byte, {num_tokens / pace:,.0f} tokens/s, {minutes}:{seconds:02} left"
+
+
+def sample(size: Any, weights: Any, seed: int, *, num_bytes: int) -> str:
+    """What a model with these weights writes after "def "."""
+    writer = GPT(size)
+    writer.load_state_dict(weights)
+    generator = torch.Generator().manual_seed(seed)
+    return writer.generate(b"def ", num_bytes=num_bytes, temperature=0.8, generator=generator).decode(errors="replace")
 
 
 def report(
@@ -249,17 +310,37 @@ def report(
             f"the last steps, {one['validation_bits_per_byte']:.3f} on held-out bytes; a rank sends "
             f"{one['sent_nbytes_per_step']:,} bytes in a step"
         )
-    writer = GPT(model.size)
-    writer.load_state_dict(weights)
-    generator = torch.Generator().manual_seed(options.seed)
-    sample = writer.generate(b"def ", num_bytes=300, temperature=0.8, generator=generator)
-    console.print(Panel(Text(sample.decode(errors="replace")), title="Python by this model"))
+    text = sample(model.size, weights, options.seed, num_bytes=300)
+    console.print(Panel(Text(text), title="Python by this model"))
+    console.print(memory(model, cfg, result))
     console.print(
         f"[bold]{result['validation_bits_per_byte']:.3f}[/] bits per byte on {result['num_bytes_scored']:,} held-out "
         f"bytes; gzip -9 needs [bold]{result['gzip_bits_per_byte']:.3f}[/] for the same bytes\n"
         f"see {options.out}/demo.png for the loss and for the memory of each stage, {options.out}/demo.json for numbers\n"
-        f'with other options: make demo ARGS="--stage {(cfg.zero_optimization.stage + 1) % 4} --ranks 3 --dtype bf16"'
+        f'longer, until it beats gzip: make demo ARGS="--steps 1500"\n'
+        f'another stage: make demo ARGS="--stage {(cfg.zero_optimization.stage + 1) % 4} --ranks 3 --dtype bf16"\n'
+        f"how such a step is made of four functions: {Path(sys.executable).parent}/python examples/anatomy_of_a_step.py"
     )
+
+
+def planned(model: GPT, cfg: fzero.Config, stage: int, num_ranks: int) -> dict[str, int]:
+    """The bytes of model state that a rank would hold in a stage, by quantity."""
+    zero = cfg.zero_optimization.model_copy(update={"stage": stage})
+    return fzero.plan(model, cfg.model_copy(update={"zero_optimization": zero}), world_size=num_ranks).bytes_per_rank
+
+
+def memory(model: GPT, cfg: fzero.Config, result: dict[str, Any]) -> Table:
+    """What ZeRO did: the model state of a rank in each stage as planned, and as this run held it."""
+    ranks, own = result["world_size"], cfg.zero_optimization.stage
+    table = Table(title=f"Model state of each of {ranks} ranks, MB")
+    for title in ("stage", *FORMULA, "planned", "measured"):
+        table.add_column(title, justify="right")
+    for stage in STAGES:
+        nbytes = planned(model, cfg, stage, ranks)
+        measured = f"{result['state_nbytes'] / 1e6:.2f}" if stage == own else ""
+        row = [str(stage), *(f"{nbytes[name] / 1e6:.2f}" for name in FORMULA)]
+        table.add_row(*row, f"{sum(nbytes.values()) / 1e6:.2f}", measured, style="bold" if stage == own else "")
+    return table
 
 
 def draw(results: dict[str, dict[str, Any]], model: GPT, cfg: fzero.Config) -> Figure:
@@ -283,13 +364,14 @@ def draw(results: dict[str, dict[str, Any]], model: GPT, cfg: fzero.Config) -> F
     numel, ranks = sum(parameter.numel() for parameter in model.parameters()), result["world_size"]
     narrow = int(cfg.precision.param_dtype in ("bfloat16", "float16"))
     for stage in STAGES:
-        zero = cfg.zero_optimization.model_copy(update={"stage": stage})
-        planned = fzero.plan(model, cfg.model_copy(update={"zero_optimization": zero}), world_size=ranks).bytes_per_rank
         formula = {
             name: widths[narrow] * numel / (ranks if stage >= first else 1)
             for name, (first, *widths) in FORMULA.items()
         }
-        for x, nbytes, style in (stage - 0.2, planned, {}), (stage + 0.2, formula, {"alpha": 0.4, "hatch": "//"}):
+        for x, nbytes, style in (
+            (stage - 0.2, planned(model, cfg, stage, ranks), {}),
+            (stage + 0.2, formula, {"alpha": 0.4, "hatch": "//"}),
+        ):
             bottom = 0.0
             for color, name in enumerate(FORMULA):
                 label = name if x < 0 else None  # once in the legend

@@ -49,6 +49,17 @@ def test_the_demo_learns_and_leaves_its_picture_and_its_numbers(tmp_path, exampl
 
 
 @pytest.mark.long
+def test_a_demo_of_some_seconds_ends_at_a_step_they_agree_on_and_shows_what_a_rank_holds(tmp_path):
+    run = subprocess.run([*COMMAND, tmp_path, "--seconds", "4"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    result = json.loads((tmp_path / "demo.json").read_text())
+    assert result["training_bits_per_byte"][-1] < result["training_bits_per_byte"][0]
+    (of_stage_3,) = [line for line in run.stdout.splitlines() if line.strip("│ ").startswith("3 ")]
+    *_, planned, measured = of_stage_3.replace("│", " ").split()
+    assert planned == measured == f"{result['state_nbytes'] / 1e6:.2f}"
+
+
+@pytest.mark.long
 def test_the_demo_learns_with_its_optimizer_state_in_files_which_go_at_the_end(tmp_path):
     run = subprocess.run(
         [*COMMAND, tmp_path, "--steps", "10", "--offload", "nvme"], capture_output=True, text=True, timeout=120
