@@ -86,13 +86,13 @@ CHOSEN = (
           "each update rounds with the same bits"),
     # plans
     Fault(PLANS, "may_start_early", "<= self.max_live", "<= 2 * self.max_live", "a prefetch beyond the live limit"),
-    Fault(PLANS, "early", "if event.kind == \"gather\" and before.kind == \"reduce\"", "if event.kind == \"gather\"",
+    Fault(PLANS, "early", "passed != index - 1 and before.kind == \"reduce\"", "passed != index - 1",
           "a gather moves across the forward-backward boundary"),
     Fault(PLANS, "_reduce", "self._end_reduce(out)  # the next reduction needs the state of its comm hook", "break",
           "a hook's state is read before it is written"),
     Fault(PLANS, "serve", "(-row[1], row[0])", "(row[1], row[0])", "the backward serves the first unit, not the last"),
     Fault(PLANS, "_go_on", "out.append(Event(\"wait_gather\", event.unit))", "pass", "a gather is not waited for"),
-    Fault(PLANS, "_is_early", "and reduction.unit not in self._ready", "and False", "a unit is reduced before its gradients"),
+    Fault(PLANS, "_is_early", "and not self._ready[reduction.unit]", "and False", "a unit is reduced before its gradients"),
     # the eager step
     Fault(RUNTIME, "cut", "flat_P[buffer.layout.numel :].zero_()", "pass", "the padding of a gradient is not zeroed"),
     Fault(RUNTIME, "begin", "any(leaf._backward_hooks for leaf in visit.leaves.values())", "False",
