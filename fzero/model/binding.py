@@ -7,7 +7,7 @@ use. Afterwards the module is unchanged. `random_state` does the same for random
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -260,7 +260,7 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
             raise late("buffer", dot + key)
 
 
-def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None], of_state: Collection[str]) -> None:
+def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None], of_state: set[str]) -> None:
     """Keeps the buffers with `persistent=False` that are not in the state, such as a table that a forward makes once, as the
     forward has left them.
 
