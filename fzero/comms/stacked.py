@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C._functorch import is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -83,18 +83,44 @@ class _Attention(torch.autograd.Function):
 _attend = torch.nn.functional.scaled_dot_product_attention
 
 
-class _OneAttention(TorchFunctionMode):
-    """Inside, attention without a mask tensor and without dropout is `_Attention`."""
+class _AsOneRank(TorchFunctionMode):
+    """Inside of `torch.vmap`, tensors answer and train as those of one rank.
+
+    - Whether a tensor has a gradient is asked of the tensor of all ranks, through which the backward goes. So backward hooks
+      are seen, and refused, because they would get the gradients of all ranks at once.
+    - The padding of an embedding has no gradient: `torch.vmap` keeps that on rank 0 only.
+    - Attention without a mask tensor and without dropout is `_Attention`, unless it is captured.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _OF_GRADIENTS:
+            (x,) = args
+            while is_functorch_wrapped_tensor(x):
+                x = get_unwrapped(x)
+            return func(x)
+        if func is _embed:
+            return _embedded(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in ("attn_mask", "dropout_p")}
         is_plain = len(args) == 3 and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
+        is_plain = is_plain and not torch.compiler.is_compiling()
         if func is _attend and is_plain and all(x.dim() == 4 and is_batchedtensor(x) for x in args):
             return _Attention.apply(*args, options)  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
+
+
+_embed = torch.nn.functional.embedding
+_OF_GRADIENTS = [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
+
+
+def _embedded(input: Tensor, weight: Tensor, padding_idx: int | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    """`torch.nn.functional.embedding` on one rank."""
+    out = _embed(input, weight, padding_idx, *args, **kwargs)
+    if padding_idx is None:
+        return out
+    return torch.where((input == padding_idx % weight.shape[0])[..., None], out.detach(), out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +212,7 @@ class Stacked:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
             on_all = torch.vmap(one, in_dims=(0, 0, *in_dims), randomness="different")
-            with nullcontext() if torch.compiler.is_compiling() else _OneAttention():
+            with _AsOneRank():
                 tensors = iter(on_all(ranks, shards, *args))
             treespec, *leaves = others
             result: T = treespec.unflatten(next(tensors) if is_tensor else x for x, is_tensor in leaves)

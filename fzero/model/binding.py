@@ -130,7 +130,7 @@ class Binding:
             for place, own_parameters, own_buffers in found:
                 module = place.module
                 if module._non_persistent_buffers_set:
-                    _keep_caches(module, own_buffers)
+                    _keep_caches(module, own_buffers, {slot.key for slot in slots if slot.of_module is module._buffers})
                 module.__dict__["_parameters"], module.__dict__["_buffers"] = own_parameters, own_buffers
             for hook in hooks:
                 hook.remove()
@@ -260,14 +260,15 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
             raise late("buffer", dot + key)
 
 
-def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None]) -> None:
-    """Keeps the buffers that a forward has registered with `persistent=False`, such as a table that is made once.
+def _keep_caches(module: nn.Module, own_buffers: dict[str, Tensor | None], of_state: set[str]) -> None:
+    """Keeps the buffers with `persistent=False` that are not in the state, such as a table that a forward makes once, as the
+    forward has left them.
 
     Tensors made in a trace are not kept, because they have no values.
     """
-    for key in module._non_persistent_buffers_set:
-        made = module._buffers.get(key)
-        if own_buffers.get(key) is None and type(made) is Tensor and not is_functorch_wrapped_tensor(made):
+    for key in (module._non_persistent_buffers_set & module._buffers.keys()) - of_state:
+        made = module._buffers[key]
+        if made is None or (type(made) is Tensor and not is_functorch_wrapped_tensor(made)):
             own_buffers[key] = made
 
 

@@ -93,6 +93,8 @@ class Forwards:
     @property
     def of_node(self) -> Forward:
         """The forward of which a part runs again in the backward of the present node of autograd."""
+        if not self._all:  # all parts ran outside of a forward, and a checkpoint of the script runs one again
+            self._all.append(Forward("", self.still))
         node = torch._C._current_autograd_node()
         number = None if node is None or len(self._all) == 1 else node._sequence_nr()
         earlier = (forward for forward in reversed(self._all) if number is not None and forward.first_node <= number)

@@ -835,6 +835,25 @@ def test_a_table_that_a_forward_registers_for_itself_stays_with_the_module(stage
     assert step.init() and "late" not in step.gather(step.init())
 
 
+class Averages(Model):
+    """Keeps an average in a buffer that its forward registers and then assigns, and another one that it empties."""
+
+    def use(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "average"):
+            self.register_buffer("average", torch.zeros(4), persistent=False)
+            self.register_buffer("first", x.detach().mean(0), persistent=False)
+        self.average = 0.5 * self.average + x.detach().mean(0)
+        shift = 0.0 if self.first is None else self.first
+        self.first = None
+        return super().use(x + self.average + shift)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_forward_may_assign_a_buffer_that_it_has_registered_for_itself(stage: int) -> None:
+    expected = plain_weights(Averages)
+    torch.testing.assert_close(trained(fzero.make_train_step(make(Averages), config(stage))), expected)
+
+
 # --- parametrizations for the time of a call -----------------------------------------------------------------------
 
 

@@ -319,6 +319,45 @@ def test_a_backward_of_its_own_is_honoured_or_refused() -> None:
         _run(captured, case, 1)
 
 
+class Padded(nn.Module):
+    """An embedding whose padding gets no gradient, and a forward that asks whether there are gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4, padding_idx=-4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.head(self.embed(x).sum(dim=1))
+        if hidden.requires_grad and hidden.grad_fn is not None and self.head.weight.is_leaf:
+            hidden = 3 * hidden
+        return hidden.square().mean()
+
+
+def _padded(by: Any, model: nn.Module, **options: Any) -> list[float]:
+    """The losses of two ranks; rank 1's batch has the padding, too."""
+    simulated = fzero.simulate(fzero.make_train_step(model, config(0)), 2, by=by, **options)
+    state, losses = simulated.init(), []
+    for _ in range(3):
+        state, metrics = simulated(state, torch.tensor([[[1, 2], [3, 1]], [[1, 1], [4, 0]]]))
+        losses.append(metrics.loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"compile": "aot_eager"}], ids=["eager", "graph"])
+def test_padding_has_no_gradient_and_a_forward_may_ask_for_gradients_on_all_ranks_at_once(options: Any) -> None:
+    found = _padded("vmap", make(Padded), **options)
+    assert found == pytest.approx(_padded("lockstep", make(Padded)), rel=1e-5)
+
+
+def test_a_backward_hook_of_a_module_is_refused_by_vmap_and_run_in_lockstep() -> None:
+    model = make(Padded)
+    model.head.register_full_backward_hook(lambda module, of_inputs, of_outputs: (2 * of_inputs[0],))  # type: ignore[operator, union-attr]
+    with pytest.raises(fzero.comms.VmapError, match="by='lockstep'"):
+        _padded("vmap", model)
+    with pytest.warns(UserWarning, match="lockstep"):
+        assert _padded(None, model) == _padded("lockstep", model) != _padded("lockstep", make(Padded))
+
+
 def test_what_vmap_cannot_do_is_reported_or_done_in_lockstep() -> None:
     class Reads(Plain):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
