@@ -13,19 +13,27 @@ import random
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx import Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
 
+from fzero.comms.stacked import VmapError
 from fzero.graph.guards import Guard, names_of_code
+from fzero.graph.nodes import aten
 from fzero.model.errors import was_changed
+
+LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
+"""Operators that bring a constant into a trace."""
 
 
 class ImpureError(RuntimeError):
@@ -58,6 +66,51 @@ def same_contents(guard: Guard) -> Iterator[None]:
             f"the forward changes the contents of {name}, and a graph would not; keep what changes in a module buffer, or each "
             f"tensor in an attribute of its own"
         )
+
+
+def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collection[str]) -> None:
+    """Raises ImpureError for a buffer with `persistent=False` that the forward of a bound model makes from data.
+
+    A graph would make it anew in each step. A table of constants is the same each time.
+
+    Args:
+        of_state: the buffers that the state has, by name.
+
+    Raises:
+        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+    """
+    for prefix, module in model.named_modules():
+        for key in module._non_persistent_buffers_set & module._buffers.keys():
+            name, made = f"{prefix}.{key}".removeprefix("."), module._buffers[key]
+            if made is None or aliases.get(name, name) in of_state or not _is_of_data(made):
+                continue
+            text = (
+                f"the forward keeps data in the buffer {name!r}, which would be made anew in each step here; register the buffer "
+                f"when the module is made (it is part of the state then), or do not keep it"
+            )
+            raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
+
+
+def _is_of_data(x: Tensor) -> bool:
+    """Whether a tensor in a trace, or under `torch.vmap`, depends on more than constants."""
+    if is_functorch_wrapped_tensor(x):
+        return True
+    mode = get_proxy_mode()
+    if mode is None or not isinstance(x, FunctionalTensor):
+        return False
+    torch._sync(x)  # type: ignore[attr-defined]
+    found = get_proxy_slot(torch._from_functional_tensor(x.elem), mode.tracer, None)
+    todo, seen = [] if found is None else [found.proxy.node], set[Node]()
+    while todo:
+        if (node := todo.pop()) in seen:
+            continue
+        seen.add(node)
+        is_constant = node.op == "get_attr" and all(user.target in LIFTS for user in node.users)
+        is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        if is_random or (node.op in ("placeholder", "get_attr") and not is_constant):
+            return True
+        todo += node.all_input_nodes
+    return False
 
 
 # --- random numbers -----------------------------------------------------------------------------------------------------
@@ -121,7 +174,8 @@ class WritesAndSeeds(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         held = [x for module in model.modules() for x in vars(module).values() if isinstance(x, torch.Generator)]
-        self._states = [(x, x.get_state()) for x in held]
+        with _disable_current_modes():
+            self._states = [(x, x.get_state()) for x in held]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -140,7 +194,8 @@ class WritesAndSeeds(TorchFunctionMode):
 
     def _goes_on(self, generator: torch.Generator) -> bool:
         """Whether the generator is the model's, and as it was before the trace."""
-        return any(x is generator and torch.equal(x.get_state(), then) for x, then in self._states)
+        with _disable_current_modes():
+            return any(x is generator and torch.equal(x.get_state(), then) for x, then in self._states)
 
 
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]

@@ -24,6 +24,7 @@ from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
+from fzero.graph.impure import check_caches
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
@@ -218,6 +219,7 @@ class ModelInGraph:
         with self._run.binding.to(fetch, present), self._quantizing(n), self._dropping(n, micro):
             yield
             check_no_views(self._run.spec.model, lambda x: memory_of(x) in homes)
+            check_caches(self._run.spec.model, self._run.plan.aliases, buffers)
         for name, buffer in buffers.items():
             if present[name] is not buffer:  # the model has assigned it
                 buffer.copy_(present[name])

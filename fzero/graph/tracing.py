@@ -43,6 +43,7 @@ from fzero.common.collector import collector_paused
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.holdings import MISSING
 from fzero.graph.impure import (
+    LIFTS,
     ImpureError,
     WritesAndSeeds,
     check_no_grads,
@@ -236,7 +237,7 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 args[0].permute(order).bernoulli_(*args[1:], **(kwargs or {}))
             return args[0]
-        if func not in _LIFTS:
+        if func not in LIFTS:
             args, kwargs = optree.tree_map(self._stand_in, (tuple(args), kwargs or {}), none_is_leaf=True)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -339,7 +340,7 @@ def _take_constants(module: GraphModule) -> list[Tensor]:
     last = graph.find_nodes(op="placeholder")[-1]
     for node in graph.find_nodes(op="get_attr"):
         tensor = getattr(module, str(node.target))
-        if not isinstance(tensor, Tensor) or all(user.target in _LIFTS for user in node.users):
+        if not isinstance(tensor, Tensor) or all(user.target in LIFTS for user in node.users):
             continue
         if node.target not in by_name:
             with graph.inserting_after(last):
@@ -350,9 +351,6 @@ def _take_constants(module: GraphModule) -> list[Tensor]:
         node.replace_all_uses_with(by_name[str(node.target)])
         graph.erase_node(node)
     return constants
-
-
-_LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 
 
 @contextmanager
