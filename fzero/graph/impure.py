@@ -98,7 +98,7 @@ def _is_of_data(x: Tensor) -> bool:
     mode = get_proxy_mode()
     if mode is None or not isinstance(x, FunctionalTensor):
         return False
-    torch._sync(x)  # type: ignore[attr-defined]
+    torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
     found = get_proxy_slot(torch._from_functional_tensor(x.elem), mode.tracer, None)
     todo, seen = [] if found is None else [found.proxy.node], set[Node]()
     while todo:
