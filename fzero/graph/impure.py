@@ -36,6 +36,18 @@ LIFTS = (aten.lift_fresh_copy.default, aten.lift_fresh.default)
 """Operators that bring a constant into a trace."""
 
 
+_sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
+
+
+def value_of(x: Tensor) -> Tensor:
+    """The traced tensor behind a functional one, after all changes."""
+    if not isinstance(x, FunctionalTensor):
+        return x
+    _sync(x)
+    value: Tensor = torch._from_functional_tensor(x.elem)
+    return value
+
+
 class ImpureError(RuntimeError):
     """A function does something that a graph would not repeat."""
 
@@ -98,8 +110,7 @@ def _is_of_data(x: Tensor) -> bool:
     mode = get_proxy_mode()
     if mode is None or not isinstance(x, FunctionalTensor):
         return False
-    torch._sync(x)  # type: ignore[attr-defined, no-untyped-call]
-    found = get_proxy_slot(torch._from_functional_tensor(x.elem), mode.tracer, None)
+    found = get_proxy_slot(value_of(x), mode.tracer, None)
     todo, seen = [] if found is None else [found.proxy.node], set[Node]()
     while todo:
         if (node := todo.pop()) in seen:

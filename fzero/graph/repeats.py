@@ -16,7 +16,7 @@ from torch.fx import Node, Proxy
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fzero.graph.tracing import value_of
+from fzero.graph.impure import value_of
 
 
 class _Recorded(NamedTuple):

@@ -51,6 +51,7 @@ from fzero.graph.impure import (
     no_tensor_classes,
     pure,
     same_contents,
+    value_of,
 )  # fmt: skip
 from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
@@ -60,7 +61,6 @@ from fzero.model.fetched_parameters import marks_of
 from fzero.model.held_tensors import Held
 from fzero.model.own_params import HeldStandIn, StandIn
 
-_sync: Callable[[Tensor], None] = torch._sync  # type: ignore[attr-defined]
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 _ONE_AT_A_TIME = threading.RLock()
 _FUNCTIONALIZE = torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)
@@ -278,15 +278,6 @@ def _fills_memory_in_order(device: torch.device) -> bool:
         return torch.equal(rows.view(-1), columns.view(-1))
 
 
-def value_of(x: Tensor) -> Tensor:
-    """The traced tensor behind a functional one, after all changes."""
-    if not isinstance(x, FunctionalTensor):
-        return x
-    _sync(x)
-    value: Tensor = torch._from_functional_tensor(x.elem)
-    return value
-
-
 def alone(x: Tensor) -> Tensor:
     """The same values; in a trace a tensor that shares its memory with no other one, so that `has_changed` is about it alone."""
     return FunctionalTensor.to_functional(value_of(x)) if isinstance(x, FunctionalTensor) else x
@@ -296,7 +287,7 @@ def has_changed(x: Tensor) -> bool:
     """Whether a traced function has written into the tensor, by whatever way (`.data` is one)."""
     if not isinstance(x, FunctionalTensor):
         return False
-    _sync(x)
+    value_of(x)
     return bool(_is_written(x.elem))
 
 
