@@ -110,7 +110,10 @@ def test_after_a_pause_what_is_held_is_shown_by_itself() -> None:
 SCRIPT = """
 import os, sys, time
 rank, kind = int(os.environ["RANK"]), sys.argv[1]
-print("before", rank, file=sys.stderr)
+print("before", rank, file=sys.stderr, flush=True)
+open(f"{sys.argv[0]}.{rank}", "w").close()
+while not all(os.path.exists(f"{sys.argv[0]}.{each}") for each in (0, 1)):  # no rank is ended before it has begun
+    time.sleep(0.01)
 if kind == "alike":
     raise ValueError("of all ranks")
 if kind == "own":
