@@ -16,7 +16,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -98,7 +98,7 @@ class _AsOneRank(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _OF_GRADIENTS:
             (x,) = args
-            while is_functorch_wrapped_tensor(x):
+            while is_batchedtensor(x):  # but not a tensor of torch.func.grad, which answers for itself
                 x = get_unwrapped(x)
             return func(x)
         if func is _embed:
