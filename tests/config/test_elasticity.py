@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
 import math
-from collections.abc import Iterator
 from random import Random
 from typing import Any
 
 import pytest
+from engines import quiet
 from hypothesis import assume, given, strategies as st
 from torch import nn
 
@@ -241,19 +239,10 @@ def test_model_parallelism_is_refused_by_name_in_training_and_where_it_cannot_be
     assert Config.load({"elasticity": block | {"enabled": False}}).elasticity.model_parallel_size == 2
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 @pytest.mark.long
 def test_elastic_batches_with_and_without_model_parallelism_are_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Except where DeepSpeed returns a batch of 0 samples or no micro-batch, or ends in an error of the wrong kind."""
-    with _quiet():
+    with quiet():
         real = importlib.import_module("deepspeed.elasticity")
         random, num_equal = Random(3), 0
         for keys, num_gpus in [*(row[:2] for row in NODES), *(_some(random) for _ in range(1000))]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engines import Net, settings
+from engines import Net, quiet, settings
 from pydantic import Field
 from training import make
 
@@ -25,24 +24,15 @@ REAL = pytest.mark.long
 """For tests that import the real package, which takes some seconds."""
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 def _theirs(module: str) -> Any:
-    with _quiet():
+    with quiet():
         return importlib.import_module(f"deepspeed.runtime.{module}")
 
 
 def _outcome(made: Callable[[], Any]) -> Any:
     """What a model holds as JSON and which fields were given, or the class of the error."""
     try:
-        with _quiet():
+        with quiet():
             model = made()
             fields = type(model).model_fields
             held = {name: getattr(model, name, "absent") for name in fields}
@@ -222,7 +212,7 @@ def test_rollouts_are_built_from_the_same_configurations() -> None:
     ]  # fmt: skip
     outcomes = []
     for package in ("deepspeed", "fzero.deepspeed"):
-        with _quiet():
+        with quiet():
             rollout = importlib.import_module(f"{package}.runtime.rollout")
         found: list[Any] = []
         for cfg in [rollout.RolloutConfig(), *given]:

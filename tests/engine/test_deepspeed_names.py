@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import inspect
 import json
-import logging
 import random
 import types
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import Net, assert_close, criterion, data, made, mine, settings
+from engines import Net, assert_close, criterion, data, made, mine, quiet, settings
 from ranks import RankPool
 from torch import Tensor, nn
 from training import make
@@ -92,15 +90,6 @@ REAL = pytest.mark.long
 """For tests that import the real package, which takes some seconds."""
 
 
-@contextlib.contextmanager
-def _quiet() -> Any:
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
 # --- the engine's configuration ------------------------------------------------------------------------------------
 
 FAILING = {"compile_zero_optimization_stage", "swap_tensor_config", "random_ltd_initialize"}
@@ -126,7 +115,7 @@ GIVEN_KEYS: dict[str, Any] = {
 @REAL
 @pytest.mark.parametrize("keys", [{}, GIVEN_KEYS], ids=["defaults", "given"])
 def test_what_the_engine_says_of_its_configuration_is_what_deepspeeds_says(keys: dict[str, Any]) -> None:
-    with _quiet():
+    with quiet():
         config = importlib.import_module("deepspeed.runtime.config")
         real: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
         read = config.DeepSpeedConfig({"train_batch_size": 1, **keys})
@@ -461,7 +450,7 @@ def test_schedules_write_deepspeeds_rates(name: str, params: dict[str, Any]) -> 
         loaded.step()
         return [*found, loaded.get_last_lr()]
 
-    with _quiet():
+    with quiet():
         theirs = rates(importlib.import_module("deepspeed.runtime.lr_schedules"))
     torch.testing.assert_close(rates(deepspeed.runtime.lr_schedules), theirs)
 
@@ -488,7 +477,7 @@ def test_a_script_passes_its_own_schedule_and_lion() -> None:
 @REAL
 def test_configurations_are_read_as_deepspeed_reads_them() -> None:
     given = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 2}}
-    with _quiet():
+    with quiet():
         theirs = importlib.import_module("deepspeed.runtime.config").DeepSpeedConfig(dict(given))
     ours = DeepSpeedConfig(given)
     names = "train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps zero_enabled zero_optimization_stage"
@@ -504,7 +493,7 @@ def test_elastic_batches_are_deepspeeds(version: float) -> None:
     block = {"enabled": True, "max_train_batch_size": 2000, "micro_batch_sizes": [2, 4, 6], "version": version}
     for num_ranks in (4, 8):
         args = ({"elasticity": block}, "0.19.6", num_ranks)
-        with _quiet():
+        with quiet():
             theirs = importlib.import_module("deepspeed.elasticity").compute_elastic_config(*args)
         assert deepspeed.elasticity.compute_elastic_config(*args) == tuple(theirs)
     with pytest.raises(DeepSpeedConfigError, match=r"elasticity.enabled: must be true"):
@@ -514,7 +503,7 @@ def test_elastic_batches_are_deepspeeds(version: float) -> None:
 @REAL
 def test_a_model_profile_counts_what_deepspeeds_counts(capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
-    with _quiet():
+    with quiet():
         real = importlib.import_module("deepspeed.profiling.flops_profiler")
     own = deepspeed.profiling.flops_profiler
     for as_string in (False, True):
@@ -599,7 +588,7 @@ def test_seeds_and_random_states_are_kept_apart() -> None:
 
 @REAL
 def test_the_accelerator_has_every_method_of_deepspeeds(capsys: pytest.CaptureFixture[str]) -> None:
-    with _quiet():
+    with quiet():
         real = importlib.import_module("deepspeed.accelerator").DeepSpeedAccelerator
     here = deepspeed.get_accelerator()
     missing = [n for n in dir(real) if not n.startswith("_") and not hasattr(here, n)]
@@ -633,7 +622,7 @@ def _talks() -> tuple[Any, ...]:
 @REAL
 def test_ranks_talk_by_deepspeeds_names(ranks: RankPool) -> None:
     assert set(map(str, ranks(2, _talks))) == {"([3.0, 3.0], [0.0, 0.0, 1.0, 1.0], [[2.0], [2.0, 2.0]])"}
-    with _quiet():
+    with quiet():
         real = importlib.import_module("deepspeed.comm")
     names = {n for n in dir(real.comm) if inspect.isfunction(getattr(real.comm, n)) and not n.startswith("_")}
     missing = {n for n in names if not hasattr(deepspeed.comm, n)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engines import assert_close, settings
+from engines import assert_close, quiet, settings
 from ranks import RankPool
 from torch import nn
 
@@ -23,15 +20,6 @@ from fzero.deepspeed.utils import zero_to_fp32
 
 REAL = pytest.mark.long
 """For tests that import the real package, which takes some seconds."""
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logging.disable(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 # --- tiles -----------------------------------------------------------------------------------------------------------
@@ -66,7 +54,7 @@ def test_tiles_of_a_layer_compute_what_it_computes(shape: tuple[int, int, int, i
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["TiledLinear", "TiledLinearReturnBias"])
 def test_tiles_have_deepspeeds_parameters_numbers_and_gradients(name: str, shape: tuple[int, int, int, int]) -> None:
-    with _quiet():
+    with quiet():
         theirs = importlib.import_module("deepspeed.runtime.zero.tiling")
     linear = WithBias if name.endswith("Bias") else nn.Linear
     made = []
@@ -133,7 +121,7 @@ CALLS: list[tuple[str, tuple[Any, ...]]] = [
 def test_files_of_a_checkpoint_are_found_as_deepspeed_finds_them(
     name: str, arguments: tuple[Any, ...], case: str, tmp_path: Path
 ) -> None:
-    with _quiet():
+    with quiet():
         theirs = importlib.import_module("deepspeed.utils.zero_to_fp32")
     folder = tmp_path / "checkpoint 10"
     if case != "no folder":
@@ -180,7 +168,7 @@ def test_an_engine_names_the_files_of_deepspeeds_checkpoints(tmp_path: Path) -> 
 
 @REAL
 def test_the_names_of_files_are_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    with _quiet():
+    with quiet():
         real = importlib.import_module("deepspeed.runtime.engine")
     monkeypatch.setattr(real.dist, "get_rank", lambda group=None: 0)
     engine = object.__new__(real.DeepSpeedEngine)

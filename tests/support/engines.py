@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -105,3 +107,13 @@ def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
     """Equal to the rounding of some steps of Adam: sums over ranks and micro-steps come in another order."""
     assert found.keys() == expected.keys()
     torch.testing.assert_close(dict(found), dict(expected), rtol=tolerance, atol=tolerance)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Inside, nothing is logged: the real DeepSpeed does so when it is imported and when it reads a configuration."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
