@@ -76,8 +76,8 @@ BELOW_THE_SURFACE = {
 PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.testing"}
 """The modules of sharding that users may import. Of fzero they may import the package and its doors."""
 
-ROOT_NAMES = 37
-"""Public names of `fzero` itself; all others stand behind a door."""
+ROOT_NAMES = 38
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among them; all others stand behind a door."""
 
 
 def name_of(path: Path) -> str:
