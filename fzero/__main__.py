@@ -29,6 +29,7 @@ ZeRO as pure functions on PyTorch
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
   tune      the fastest configuration of a script      fzero tune --num_procs 2 train.py --config c.json
+  test      whether fzero works here, in a minute      fzero test
   env       this machine: versions, devices, rates     fzero env --path /fast
   config    what a configuration comes to              fzero config ds_config.json
   export    the weights of a checkpoint, as files      fzero export checkpoints weights
@@ -192,11 +193,19 @@ def tune(arguments: list[str]) -> int:
     return tune(arguments)
 
 
+def try_here(arguments: list[str]) -> int:
+    """Tries fzero in this environment; 1 when something fails."""
+    from fzero.cli.self_test import test
+
+    return test(arguments)
+
+
 COMMANDS = {
     "run": run,
     "tune": tune,
     "plan": plan_model,
     "profile": profile_model,
+    "test": try_here,
     "env": show_machine,
     "config": show_config,
     "export": export_weights,
