@@ -31,7 +31,7 @@ from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
-from fzero.plans.unit_orders import Event
+from fzero.plans.unit_orders import EventOrder
 from fzero.runtime import phases
 from fzero.runtime.ending import end
 from fzero.runtime.init_state import InitFn
@@ -201,9 +201,10 @@ class TrainStep:
         return None if is_eager else cast("GraphProgram", self.runtime.runs)
 
     @property
-    def schedule(self) -> tuple[Event, ...] | None:
+    def schedule(self) -> EventOrder | None:
         """The events of a micro-step in order, once it is learned (as a rule, after the first step)."""
-        return self.runtime.learned.schedule
+        learned = self.runtime.learned.schedule
+        return None if learned is None else EventOrder(learned)
 
     @property
     def has_agreed(self) -> bool:

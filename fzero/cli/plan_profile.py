@@ -23,6 +23,7 @@ from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, make_train_step
 from fzero.common.flags import Parser
+from fzero.common.optional import MissingPackageError, package
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
 from fzero.estimation import Answers, compare_plans, fit, plan_pipeline
@@ -166,6 +167,8 @@ def _machine(given: argparse.Namespace) -> MachineModel:
 
 
 def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
+    if given.picture:  # before a plan that may take minutes
+        package("matplotlib", needed_by="--picture")
     found = named(given.model)
     batch, batch_text = _batch(given, found, given.world)
     how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
@@ -334,7 +337,7 @@ def print_result(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_j
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)
             report, data = make()
-    except (ModelError, CheckpointError, ValueError, OSError) as error:
+    except (ModelError, CheckpointError, MissingPackageError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     for warning in caught:

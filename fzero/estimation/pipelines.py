@@ -130,7 +130,7 @@ class PipelinePlan:
         }
 
     def draw(self) -> Figure:
-        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `demo`)."""
+        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `pictures`)."""
         from fzero.pipeline.picture import draw_timeline
 
         return draw_timeline(self.timeline, after=self.reduces)
