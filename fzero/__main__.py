@@ -61,7 +61,7 @@ def show_config(arguments: list[str]) -> int:
             shown = ShownConfig.load(given.file)
         return shown.table(defaults=given.defaults), {
             "values": shown.values(),
-            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict")],
+            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict", "no effect")],
             "notes": [note._asdict() for note in (*shown.notes, *shown.conflicts)],
         }
 

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, str] = {
     "optim": "sharding common",
     "attention": "common",
     "data": "sharding common",
-    "config": "sharding common optim attention data",
+    "config": "sharding common comms optim attention data",
     "plans": "sharding common comms optim config",
     "compression": "sharding common optim config",
     "state": CORE,
