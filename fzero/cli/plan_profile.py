@@ -43,8 +43,9 @@ SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI":
 PLAN = """bytes on a rank and bytes sent, for all stages and placements beside each other; or what fits.
 
 MODEL is a number of parameters (7B: a plain GPT of that size), the config.json of a model of transformers or
-its folder, the name of a class of transformers, or an import path pkg.mod:fn of a function that returns a
-module. No weights are made, and nothing is downloaded."""
+its folder, the name of a class of transformers, with sizes if you like
+(LlamaForCausalLM,num_hidden_layers=4,hidden_size=512), or an import path pkg.mod:fn of a function that returns
+a module. No weights are made, and nothing is downloaded."""
 
 PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64

@@ -13,6 +13,7 @@ EXTRAS = {
     "tensorboard": "tensorboard",
     "trackio": "trackio",
     "wandb": "wandb",
+    "yaml": "trainer",
 }
 """The extra of fzero that installs each optional package."""
 
