@@ -38,23 +38,24 @@ from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.step_spec import StepSpec, bind, noted_dropping
+from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.weights import first_state, state_dict, with_weights
 from fzero.state import Metrics, TrainState
+from fzero.transforms.configured import of_step
 from sharding import Mesh
 
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
-    from fzero.compression.plan import CompressionPlan
     from fzero.estimation.pipelines import PipelinePlan
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
-    from fzero.model.checkpointing import Choice
+    from fzero.model.transforms import ModelTransform
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
     from fzero.plans.placements import GivenPlacements
+    from fzero.transforms.checkpointing import Choice
 
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", bound="TrainStep")
@@ -70,6 +71,7 @@ def make_train_step(
     units: Sequence[str] | None = None,
     param_groups: Sequence[ParamGroup] = (),
     transform: OwnTransform | None = None,
+    transforms: Sequence[ModelTransform] = (),
     gather_hook: GivenHook = None,
     reduce_hook: GivenHook = None,
     placements: GivenPlacements = None,
@@ -100,6 +102,13 @@ def make_train_step(
             `"data"`; ranks along other axes hold replicas (`Mesh.of(node=2, data=4)`: hybrid sharding). None is one axis, or
             the mesh that `mics_shard_size` or `zero_hpz_partition_size` ask for. A `fzero.comms.AbstractAxis` stands for ranks
             that do not exist: `plan`, `specs`, `trace` and `explain` describe a job of its size.
+        transforms: changes of the model, in the order of their application (`fzero.transforms`, docs/concepts/transforms.md).
+        checkpoint: the modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the
+            backward. A number n picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks
+            all of them, 2 the first, the third and so on. A function of a module's name and the module picks the outermost
+            modules for which it is true. Each should be no larger than a unit, because all parameters that it uses are gathered
+            while its backward runs. None is `activation_checkpointing.every`. The numbers stay the same, bit for bit (with
+            generated code: to rounding). With `compile="step"` the model must call each module itself, not its `forward`.
         after: the step whose training this one continues after parameters were frozen or unfrozen, or
             `fzero.checkpoint.starts(folder)` of its checkpoint. A flat buffer has one counter of updates. So parameters whose
             optimizer states begin at different updates get different flat buffers.
@@ -109,7 +118,7 @@ def make_train_step(
 
     The other arguments are fields of two records, which document them: of `fzero.plans.PlanSpec` (units, param_groups, transform,
     gather_hook, reduce_hook, placements, order) and of `fzero.runtime.StepSpec` (loss_fn, donate, lr_schedule, schedule,
-    checkpoint, compile, compile_backend, check_params, seed).
+    compile, compile_backend, check_params, seed).
 
     Raises:
         ConfigError: the configuration is wrong or does not fit the world size.
@@ -125,20 +134,12 @@ def make_train_step(
     spec = StepSpec(
         model=model, cfg=cfg, loss_fn=loss_fn, units=units, param_groups=param_groups, transform=transform,
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
-        lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
+        lr_schedule=lr_schedule, schedule=schedule, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
+        transforms=of_step(cfg, model, transforms, checkpoint=checkpoint, compile=compile, seed=seed),
+        pipeline=_pipeline(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
-
-
-def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan | None:
-    """What the configuration compresses in the model."""
-    if not cfg.compresses:
-        return None
-    from fzero.compression.matching import compression  # a step without compression does not load it
-
-    return compression(cfg, model, seed=seed)
 
 
 def _pipeline(given: Any, mesh: Any) -> Any:
@@ -435,10 +436,6 @@ def _with_program(run: StepRuntime) -> StepRuntime:
         from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
 
         return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
-    if run.spec.compile == "block":
-        from fzero.graph.blocks import CompiledBlocks
-
-        run = replace(run, blocks=CompiledBlocks.of(run.spec))
     return replace(run, runs=phases.forward_backward)
 
 

@@ -33,7 +33,7 @@ from fzero.comms.records import Label
 from fzero.compression.plan import is_added
 from fzero.resharding.new_state import blank
 from fzero.resharding.reshard import AnyStep
-from fzero.runtime.weights import with_first_masks
+from fzero.runtime.weights import with_made_buffers
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
@@ -145,7 +145,7 @@ def load_weights(path: str | Path, *, step: AnyStep) -> TrainState[Tensor]:
     scratch = together(world, partial(step.runtime.offload.make_files, step.runtime.mesh.world))
     check_same_folder(world, path, "load_weights")
     read = together(world, lambda: _load(Path(path), step, scratch))
-    return with_first_masks(step.runtime, placed(read, step, scratch))
+    return with_made_buffers(step.runtime, placed(read, step, scratch))
 
 
 def export(

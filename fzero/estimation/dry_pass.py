@@ -17,7 +17,7 @@ from fzero.plans.dataflow import GradHome, Holds
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
 from fzero.plans.unit_scheduler import UnitScheduler
-from fzero.runtime.seen_compressed import kept_units, seen_numel
+from fzero.runtime.param_views import kept_units, seen_numel
 from fzero.storage.buffer_sizes import MOST_LEAVING
 from sharding.dtypes import itemsize
 

@@ -61,11 +61,8 @@ class GraphProgram:
         until: Literal["gradients", "update"] | None = None,
     ) -> Self:
         """The program of a step; `until` None is the gradients where the updated state lives off the device."""
-        if run.checkpointing is not None and run.checkpointing.moves is not None:
-            raise ConfigError(
-                "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave "
-                "it out, or pass compile='block'"
-            )
+        if run.changes.not_in_graph:
+            raise ConfigError(run.changes.not_in_graph)
         if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
             raise ConfigError(
                 "zero_optimization.ignore_unused_parameters: must be true where the whole step is one graph, which has a "

@@ -25,7 +25,6 @@ from fzero.comms import collectives
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import random_state
-from fzero.model.checkpointing import Site, checkpointed, slots_of
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
@@ -41,6 +40,7 @@ from fzero.runtime.loss import loss_of, loss_row, mean_of
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
+from fzero.transforms.checkpointing import Site, checkpointed, host_moves, slots_of
 
 State = TrainState[Tensor]
 Call = Callable[[Any], Any]
@@ -343,7 +343,7 @@ class _Training(Passes):
     def _site(self, name: str, block: Call) -> Site:
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
-        moves = run.checkpointing.moves if run.checkpointing is not None else None
+        moves = host_moves(run.device) if run.spec.cfg.activation_checkpointing.cpu_checkpointing else None
         again = partial(recomputing, self.window.work)
         return Site(name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach())
 

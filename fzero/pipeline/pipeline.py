@@ -272,18 +272,22 @@ def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
                 f"over all their ranks, got {value!r}; leave it out"
             )
     refused = {
-        "compile": spec.compile, "units": spec.units, "order": spec.order, "checkpoint": spec.checkpoint,
+        "compile": spec.compile, "units": spec.units, "order": spec.order,
     }  # fmt: skip
     fixes = {
         "compile": "leave it out: a stage goes from one micro-batch to another as the order says, in no one graph",
         "units": "leave it out: each layer is a unit",
         "order": "leave it out",
-        "checkpoint": "pass PipelineModule(activation_checkpoint_interval=…)",
     }
     for name, value in refused.items():
         if value is not None:
             raise ConfigError(f"{name}: must be None with a pipeline, got {value!r}; {fixes[name]}")
-    if spec.drop is not None or cfg.drops_tokens:
+    fields = [getattr(one, "field", "transforms") for one in spec.transforms]
+    if "checkpoint" in fields:
+        raise ConfigError(
+            "checkpoint: must be None with a pipeline, got one; pass PipelineModule(activation_checkpoint_interval=…)"
+        )
+    if "random_ltd" in fields or cfg.drops_tokens:
         raise ConfigError(
             "random_ltd: must be off with a pipeline, whose ranks number their own layers only, got it on; leave it out"
         )
@@ -296,6 +300,11 @@ def _check_spec(spec: StepSpec, mesh: Mesh) -> None:
         raise ConfigError(
             "compression_training: must be off with a pipeline, whose stages do not have all modules that it names, got it on; "
             "leave the block out"
+        )
+    if "transforms" in fields:
+        raise ConfigError(
+            "transforms: must be empty with a pipeline, whose stages do not have all modules that they change, got "
+            f"{fields.count('transforms')}; leave them out"
         )
 
 

@@ -44,8 +44,8 @@ from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
 from fzero.runtime.out_of_memory import explained
+from fzero.runtime.param_views import ParamViews
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.storage.shard_transfer import ShardTransfer
 
@@ -90,7 +90,7 @@ class ForwardBackward:
         *,
         hook_states: Mapping[str, States] = {},
         norms: GradNorms | None = None,
-        seen: SeenParams,
+        seen: ParamViews,
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)

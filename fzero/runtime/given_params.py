@@ -67,7 +67,7 @@ class GivenParams:
     """The parameters as they were passed to one forward.
 
     Args:
-        scored: the parameters whose gradients train scores; these gradients are needed even if the parameters are frozen.
+        scored: the parameters whose gradients train others (`ParamViews`); these are needed even if the parameters are frozen.
 
     Attributes:
         is_open: whether the forward runs.
@@ -127,7 +127,7 @@ class GivenParams:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
-            seen: the compressed values that modules get in place of its parameters.
+            seen: the values that modules get in place of some parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):

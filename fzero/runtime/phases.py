@@ -9,7 +9,7 @@ Shape letters: A micro-steps, W ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,15 +24,16 @@ from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.model.binding import is_bound, random_state
 from fzero.model.own_params import OwnGrads, check_unchanged
+from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
-from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
+from fzero.runtime.param_views import ParamViews
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
@@ -137,14 +138,14 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-    transfer = run.offload.transfer(run.scratch)
+    transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
     work = ForwardBackward(
         run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
         hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
-        seen=seen_params(run, state, keeps=True),
+        seen=ParamViews(run.changes.views, num_updates, state.buffers, units=run.plan),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
-    return AccumulationWindow(state, work, buffers, before, read_later(state.step))
+    return AccumulationWindow(state, work, buffers, before, num_updates)
 
 
 def forward(
@@ -296,7 +297,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.spec.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.changes.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.reductions.hook_states
@@ -406,11 +407,12 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
 
     Args:
         generates: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
-            negotiate the order of the gathers instead of learning it, and no layer drops tokens.
+            negotiate the order of the gathers instead of learning it, and transforms do not count the forwards.
     """
     learned = run.learned
     transfer = run.offload.transfer(run.scratch)
-    seen = seen_params(run, state)
+    call = call_of(run, read_later(state.step), is_counted=not generates)
+    seen = ParamViews(run.changes.views, call.num_updates, state.buffers)
     known = learned.negotiating() if generates else learned
     params = run.inner_params(state.params, transfer)
     work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
@@ -418,9 +420,7 @@ def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = F
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
-        quantizing(run, state),
-        with_blocks(run),
-        nullcontext() if generates else dropping(run, state.step, lambda: (0,)),
+        run.changes.bound(run.spec.model, lambda: call),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -445,23 +445,24 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.spec.check_params == "always"
 
 
-def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
-    if run.checkpointing is None:
-        return nullcontext()
-    return run.checkpointing.applied(
-        run.spec.model, device=run.device, recomputing=partial(recomputing, window.work), aliases=run.plan.aliases,
-        moving=run.learned.moving_buffers,
+def call_of(
+    run: StepRuntime, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any
+) -> Call:
+    """The forwards of a step on this rank, for transforms; see `Call`."""
+    return Call(
+        num_updates=num_updates, micro=micro, rank=run.ranks.rank, num_micro=run.plan.num_micro_steps,
+        device=run.device, aliases=run.plan.aliases, **how,
     )  # fmt: skip
 
 
 @contextmanager
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
     """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
-    # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding; it may drop tokens of its own.
-    if window.buffers or run.learned.own_grads is not None or run.spec.drop is not None:
+    # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding.
+    if window.buffers or run.learned.own_grads is not None or run.changes.is_by_forward:
         yield window
         return
-    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.spec.compress)
+    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.changes.views)
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 
@@ -472,14 +473,24 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[]
     if window.is_bound:
         yield
         return
-    with (
-        run.binding.to(window.work.fetch, window.buffers),
-        quantizing(run, window.state),
-        with_blocks(run),
-        _checkpointing(run, window),
-        dropping(run, window.state.step, forwards),  # around the others: they see the kept tokens
-    ):
+
+    def call() -> Call:
+        how: dict[str, Any] = {"again": partial(recomputing, window.work), "moving": run.learned.moving_buffers}
+        return call_of(run, window.num_updates, micro=lambda: _only(forwards()), **how)
+
+    with run.binding.to(window.work.fetch, window.buffers), run.changes.bound(run.spec.model, call):
         yield
+
+
+def _only(forwards: Collection[int]) -> int:
+    """The one forward that runs, or of which a backward runs parts again."""
+    if len(forwards) != 1:
+        raise RuntimeError(
+            f"transforms: a backward that runs modules again must be of one forward where a transform depends on its number (as "
+            f"random_ltd does, for the tokens to keep), got one of {len(forwards)}; call backward for each forward, or "
+            f"checkpoint the layers themselves and nothing around them (activation_checkpointing)"
+        )
+    return next(iter(forwards))
 
 
 def _loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:

@@ -20,6 +20,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
 from fzero.model.trainability import FixedFlags
+from fzero.model.transforms import AllChanges
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -38,11 +39,6 @@ from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from torch import nn
-
-    from fzero.model.checkpointing import Checkpointing
     from fzero.runtime.pipeline_stages import PipelineStages
     from fzero.storage.file_tensor import StoredTensor
 
@@ -51,12 +47,6 @@ class Program(Protocol):
     """Runs the forwards and backwards of a step: eagerly, as one graph, or for all ranks at once."""
 
     def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
-
-
-class Blocks(Protocol):
-    """Blocks of a model that run compiled."""
-
-    def applied(self, model: nn.Module) -> AbstractContextManager[None]: ...
 
 
 @dataclass(frozen=True)
@@ -76,13 +66,12 @@ class StepRuntime:
         builder: makes first states.
         form: the specs of all tensors of a state.
         learned: the findings of the first calls; shared by the step and the steps made from it by `following`.
-        checkpointing: the modules that run again in the backward, if there are any.
+        changes: what the transforms change in the model.
         stored_names: the keys of the model's state dict, each with the name under which its tensor is stored.
         flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
         statistics: the names of the module buffers that hold running statistics.
         observer: sees batches and updates.
         runs: the program of a step.
-        blocks: the compiled blocks, if there are any.
         stages: the other stages of a pipeline; None without one. The rest of the runtime is that of this rank's stage.
     """
 
@@ -99,13 +88,12 @@ class StepRuntime:
     builder: StateBuilder
     form: StateForm
     learned: Learned
-    checkpointing: Checkpointing | None
+    changes: AllChanges
     stored_names: dict[str, str]
     flags: FixedFlags | None
     statistics: frozenset[str]
     observer: Observer | None
     runs: Program | None = None
-    blocks: Blocks | None = None
     stages: PipelineStages | None = None
 
     @classmethod
@@ -116,10 +104,7 @@ class StepRuntime:
             MismatchError: on every rank, when ranks differ.
             ConfigError: the configuration does not fit the model.
         """
-        if spec.compress is not None and spec.compress.extras:
-            from fzero.compression.added import registered  # a step without added tensors does not load it
-
-            registered(spec.compress, spec.model)
+        changes = spec.changes  # which may add parameters
         plan, cfg, device = spec.plan(ranks.size, ranks.mesh), spec.cfg, spec.device
         if not isinstance(ranks, AbstractAxis):
             check_same(ranks, spec.fingerprint(plan))
@@ -143,7 +128,7 @@ class StepRuntime:
             rules=StepRules(spec.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
             builder=builder, form=StateForm.of(builder.specs(), plan),
-            learned=Learned.nothing(spec), checkpointing=spec.checkpointing, stored_names=spec.stored_names,
+            learned=Learned.nothing(spec), changes=changes, stored_names=spec.stored_names,
             flags=FixedFlags(spec.model, trained) if spec.trained is None else None,
             statistics=frozenset(spec.statistics & set(plan.buffers)),
             observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),

@@ -107,15 +107,13 @@ def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[s
     return state._replace(master=master, params=params)
 
 
-def with_first_masks(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
-    """The state with masks (`l1`) made from its weights where a mask has no True yet. *Collective* if there are such masks."""
-    plan = run.spec.compress
-    extras = [extra for extra in plan.extras if extra.kind == "mask"] if plan is not None else []
-    if plan is not None and any(not state.buffers[extra.name].any() for extra in extras):
+def with_made_buffers(run: StepRuntime, state: TrainState[Tensor]) -> TrainState[Tensor]:
+    """The state with the buffers that transforms make from weights, where they are not made yet. *Collective* if one is not."""
+    if any(not state.buffers[name].any() for name in run.changes.made_buffers):
         for views in run.full_weights(state):
-            for name, mask in plan.first_masks(views).items():
+            for name, made in run.changes.first_buffers(views).items():
                 if not state.buffers[name].any():
-                    state.buffers[name].copy_(mask)
+                    state.buffers[name].copy_(made)
     return state
 
 

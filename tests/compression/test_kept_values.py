@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero.estimation import compare_plans
-from fzero.runtime.seen_compressed import SeenCompressed
+from fzero.runtime.param_views import ParamViews
 
 QUANTIZED = {"weight_quantization": technique({"start_bits": 4, "target_bits": 4}, ["mlp", "value", "head"])}
 NO_ROOM = {"stage3_max_live_parameters": 2 * 400}
@@ -23,20 +23,20 @@ def _watched(
 ) -> tuple[list[str], int, list[float]]:
     """The names whose values were computed in one step, the most bytes of values at once, and the losses of two."""
     computed, most = list[str](), [0]
-    compute, of = SeenCompressed._computed, SeenCompressed.of
+    compute, of = ParamViews._computed, ParamViews.of
 
-    def counted(self: SeenCompressed, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def counted(self: ParamViews, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         computed.extend(names)
         return compute(self, names, full)
 
-    def measured(self: SeenCompressed, unit: Any, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def measured(self: ParamViews, unit: Any, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         found = of(self, unit, full)
         held = (x for values in self._by_unit.values() for x in values.values())
         most[0] = max(most[0], sum(x.numel() * x.element_size() for x in held))
         return found
 
-    monkeypatch.setattr(SeenCompressed, "_computed", counted)
-    monkeypatch.setattr(SeenCompressed, "of", measured)
+    monkeypatch.setattr(ParamViews, "_computed", counted)
+    monkeypatch.setattr(ParamViews, "of", measured)
     cfg = _config(stage, num_micro, zero)
     step = fzero.make_train_step(net(), cfg)
     state, losses = step.init(), []
