@@ -51,11 +51,10 @@ if TYPE_CHECKING:
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
     from fzero.graph.timeline import Timeline
-    from fzero.model.transforms import ModelTransform
+    from fzero.model.transforms import Choice, ModelTransform
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.machine_model import MachineModel
     from fzero.plans.placements import GivenPlacements
-    from fzero.transforms.checkpointing import Choice
 
 T = TypeVar("T")
 AnyStep = TypeVar("AnyStep", bound="TrainStep")
@@ -94,8 +93,8 @@ def make_train_step(
 
     Args:
         model: any module. Steps use its structure. Only `init` reads its weights, and nothing writes them, so
-            `model.to("meta")` after `init` may free them. A model on `meta` is initialized unit by unit. Where `cfg` asks for
-            trained scores, masks or static ranges (`compression_training`), the step registers these in the modules.
+            `model.to("meta")` after `init` may free them. A model on `meta` is initialized unit by unit. Transforms, and the
+            configuration's `compression_training`, may add tensors to its modules.
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         loss_fn: `loss_fn(model, batch)` returns the loss, or `(sum, weight)`; None takes the model's own output.
         mesh: the ranks: a `sharding.Mesh`, or the axis that `fzero.join` returns. The stage shards the state over the mesh axis

@@ -1,6 +1,6 @@
 """Compression as a pure function of the gathered parameter and the number of updates: quantization, pruning, layer reduction.
 
-May import: config, optim and below. Begin with `fzero.compression.plan`; `fzero.compression.matching` makes the plan.
+May import: model, config, optim and below. Begin with `fzero.compression.plan`; `fzero.compression.matching` makes the plan.
 """
 
 from typing import TYPE_CHECKING

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial, wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fzero.compression.plan import CompressionPlan
 from fzero.compression.techniques import QuantizeInput
 from fzero.model.changes import replaced_forwards
 from fzero.model.transforms import Number, Wrap
+
+if TYPE_CHECKING:
+    from fzero.compression.plan import CompressionPlan
 
 
 def quantized_inputs(model: nn.Module, plan: CompressionPlan, n: Number | None = None) -> AbstractContextManager[None]:

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from fzero.compression.added import first_value, registered
+from fzero.compression.inputs import quantizing
 from fzero.config.config import ConfigError
-from fzero.model.transforms import Changes, Number, Tensors
+from fzero.model.transforms import Changes, Number, Tensors, TransformedStep
 
 if TYPE_CHECKING:
     from fzero.compression.techniques import Mask, QuantizeInput, Technique
-    from fzero.runtime.step_spec import StepSpec
-    from fzero.step import TrainStep
 
 __all__ = ["CompressionPlan", "Extra", "Shrink", "compression_of", "is_added", "plan_of"]
 
@@ -105,11 +105,8 @@ class CompressionPlan:
         """Whether it compresses anything."""
         return bool(self.params or self.inputs)
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds the tensors of `extras` to the modules, unless they are there."""
-        from fzero.compression.added import registered
-        from fzero.compression.inputs import quantizing
-
         if spec.compile == "block" and self.inputs:
             raise ConfigError(
                 "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
@@ -165,8 +162,6 @@ class CompressionPlan:
         extra = next((extra for extra in self.extras if extra.name == name), None)
         if extra is None:
             return None
-        from fzero.compression.added import first_value  # a step without added tensors does not load it
-
         return first_value(extra, self.seed, like.dtype)
 
     # --- text ----------------------------------------------------------------------------------------------------
@@ -179,8 +174,8 @@ class CompressionPlan:
         return "\n".join(f"{what:{width}}  {how}" for what, how in rows) or "no compression"
 
 
-def compression_of(step: TrainStep) -> CompressionPlan:
-    """The plan among the transforms of a step; one that compresses nothing if there is none."""
+def compression_of(step: Any) -> CompressionPlan:
+    """The plan among the transforms of a `TrainStep`; one that compresses nothing if there is none."""
     return next((one for one in step.spec.transforms if isinstance(one, CompressionPlan)), CompressionPlan())
 
 

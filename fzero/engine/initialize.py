@@ -33,11 +33,11 @@ from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
 from fzero.model.trainability import listed
+from fzero.model.transforms import Choice
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
 from fzero.runtime.step_spec import StepSpec, bind, check_same
 from fzero.step import TrainStep
-from fzero.transforms.checkpointing import Choice
 from fzero.transforms.configured import configured
 from sharding import Mesh
 

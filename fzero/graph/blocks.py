@@ -25,12 +25,11 @@ from fzero.graph.backends import eager_with_views, mend_reductions
 from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, with_own_code
 from fzero.model.own_params import as_plain
-from fzero.model.transforms import Call, Changes, Wrap
+from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
-from fzero.runtime.step_spec import StepSpec
 
 
-def compiled_blocks(spec: StepSpec) -> Changes:
+def compiled_blocks(spec: TransformedStep) -> Changes:
     """See `ModelTransform`: compiles the units that are one module each. A step in one graph compiles them in it."""
     names = blocks_of(spec.model, spec.units)
     if not names:

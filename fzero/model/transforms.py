@@ -19,18 +19,17 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fzero.model.changes import own_forward
 
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
-
 Tensors = Mapping[str, Tensor]
 Number = int | Tensor
+Choice = int | Callable[[str, nn.Module], bool]
+"""Modules: n, for every n-th unit that is one module (the first included); or a function of a module's name and the module."""
 
 
 class PulledGrad(NamedTuple):
@@ -194,6 +193,23 @@ class Changes:
     """Buffers that hold (min, max): after a step all ranks take the least and the largest."""
 
 
+class TransformedStep(Protocol):
+    """The arguments of a step that a transform reads: a `fzero.runtime.StepSpec`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def cfg(self) -> Any: ...
+    @property
+    def units(self) -> Sequence[str] | None: ...
+    @property
+    def compile(self) -> Literal["step", "block"] | None: ...
+    @property
+    def compile_backend(self) -> Literal["inductor", "aot_eager"]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
 class ModelTransform(Protocol):
     """A feature: what it changes in the model of a step. It may add tensors to modules, once, and changes nothing else.
 
@@ -201,7 +217,7 @@ class ModelTransform(Protocol):
         ConfigError, ValueError: the step cannot have it; names the field, the rule, the value and the fix.
     """
 
-    def __call__(self, spec: StepSpec, /) -> Changes: ...
+    def __call__(self, spec: TransformedStep, /) -> Changes: ...
 
 
 class AllChanges:

@@ -69,7 +69,7 @@ class ForwardBackward:
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         norms: measures the results of reductions.
-        seen: gives modules the compressed values of parameters.
+        seen: the values that modules get in place of some parameters.
 
     Attributes:
         forwards, given: the forwards so far, and the parameters that the model got.
@@ -96,7 +96,7 @@ class ForwardBackward:
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
-        self.given = GivenParams(seen.scored)
+        self.given = GivenParams(seen.relayed)
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states, norms)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
@@ -330,8 +330,8 @@ class ForwardBackward:
         for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
             pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
             given[name], masks[name] = pulled.pop(name)
-            for scores, part in pulled.items():
-                self._add(self.plan.homes[scores][0].name, {scores: part.grad}, {})
+            for other, part in pulled.items():
+                self._add(self.plan.homes[other][0].name, {other: part.grad}, {})
         self._add(unit, given, {name: mask for name, mask in masks.items() if mask is not None})
 
     def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:

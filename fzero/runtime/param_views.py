@@ -64,7 +64,7 @@ class ParamViews:
 
     Attributes:
         is_on: the parameters with another value now.
-        scored: those whose gradients train other parameters, too; these gradients are needed even if the parameter is frozen.
+        relayed: those whose gradients train other parameters, too; these are needed even if the parameter is frozen.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class ParamViews:
         self._buffers, self._n = buffers, int(num_updates()) if views else 0
         on = {name: tuple(view for view in own if self._n >= view.offset) for name, own in views.items()}
         self.is_on = {name: own for name, own in on.items() if own}
-        self.scored = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
+        self.relayed = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
         self._by_unit: dict[str, dict[str, Tensor]] = {}
         self._shared: dict[str, dict[str, Tensor]] = {}  # by parameter, the tensors that its views share
         self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()

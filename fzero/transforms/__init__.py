@@ -18,12 +18,14 @@ if TYPE_CHECKING:
         pulled_by_autograd as pulled_by_autograd,
     )
     from fzero.transforms.checkpointing import Checkpointing as Checkpointing
+    from fzero.transforms.layer_drop import LayerDrop as LayerDrop
     from fzero.transforms.token_dropping import DroppedTokens as DroppedTokens
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "checkpointing": "Checkpointing",
+            "layer_drop": "LayerDrop",
             "token_dropping": "DroppedTokens",
             ".model.transforms": "Call Changes ModelTransform ParamView Pulled PulledGrad pulled_by_autograd",
         },

@@ -16,21 +16,15 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
-from fzero.model.transforms import Call, Changes, Wrap
+from fzero.model.transforms import Call, Changes, Choice, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
-
-Choice = int | Callable[[str, nn.Module], bool]
-"""n, for every n-th unit that is one module (the first included); or a function of a module and its name."""
 
 
 class Moves(NamedTuple):
@@ -121,7 +115,7 @@ class Checkpointing:
     field: str = "checkpoint"
     on_host: bool = False
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`."""
         names = choose_modules(spec.model, self.choice, blocks=blocks_of(spec.model, spec.units), field=self.field)
         moves = host_moves(spec.device) if self.on_host else None

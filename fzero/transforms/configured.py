@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -13,12 +12,10 @@ from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config, ConfigError, ConfigWarning
 from fzero.data.schedules import Root
 from fzero.data.token_dropping import TokenDropping, dropping_of
-from fzero.model.transforms import Changes, ModelTransform
-from fzero.transforms.checkpointing import Checkpointing, Choice
+from fzero.model.transforms import Changes, Choice, ModelTransform, TransformedStep
+from fzero.transforms.checkpointing import Checkpointing
+from fzero.transforms.layer_drop import LayerDrop
 from fzero.transforms.token_dropping import DroppedTokens, check_lengths
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
 
 
 def configured(
@@ -52,8 +49,8 @@ def configured(
         found.append(Checkpointing(block.every, "activation_checkpointing.every", block.cpu_checkpointing))
     if drop is not None:
         found.append(DroppedTokens(drop))
-    if _has_schedules(cfg):
-        found.append(further_inputs)
+    if cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled:
+        found.append(truncated_inputs)
     return tuple(found)
 
 
@@ -105,12 +102,10 @@ def of_step(
         )
     for_engine = {
         "curriculum_learning": cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled,
-        "progressive_layer_drop": cfg.drops_layers,
         "data_efficiency.data_sampling": cfg.samples,
     }
     instead = {
         "curriculum_learning": "cut batches with fzero.data.truncated(batch, cfg.curriculum_learning.schedule()(n + 1))",
-        "progressive_layer_drop": "give the batch fzero.data.theta(n), with which the model drops layers",
         "data_efficiency.data_sampling": "draw batches with fzero.data.CurriculumSampler",
     }
     for block, is_on in for_engine.items():
@@ -119,23 +114,14 @@ def of_step(
                 f"{block}: is for the engine (fzero.initialize), and a step takes batches as they are; {instead[block]}"
             )
             warnings.warn(text, ConfigWarning, stacklevel=4)
-    return configured(cfg, given, compress=compress, drop=drop, checkpoint=checkpoint, compile=compile)
+    layers = cfg.progressive_layer_drop
+    own = (LayerDrop(layers.theta, layers.gamma),) if layers is not None and layers.enabled else ()
+    return (*configured(cfg, given, compress=compress, drop=drop, checkpoint=checkpoint, compile=compile), *own)
 
 
-def _has_schedules(cfg: Config) -> bool:
-    curriculum = cfg.curriculum_learning
-    return bool(cfg.drops_layers or (curriculum is not None and curriculum.enabled))
-
-
-def further_inputs(spec: StepSpec) -> Changes:
-    """The transform of curricula and dropped layers, which are inputs of the model: it changes no module, and checks the step."""
-    cfg, curriculum = spec.cfg, spec.cfg.curriculum_learning
-    schedule = curriculum.schedule() if curriculum is not None and curriculum.enabled else None
+def truncated_inputs(spec: TransformedStep) -> Changes:
+    """The transform of a curriculum of lengths: it changes no module, because batches follow it, and checks the step."""
+    schedule = spec.cfg.curriculum_learning.schedule()
     if spec.compile is not None and isinstance(schedule, Root):
         check_lengths("curriculum_learning", schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile)
-    if spec.compile == "step" and cfg.drops_layers:
-        raise ConfigError(
-            "progressive_layer_drop.enabled: must be false with compile='step', whose graph always runs the same layers, got "
-            "true; pass compile='block', or leave compile out"
-        )
-    return Changes(name="schedules")
+    return Changes(name="curriculum_learning")

@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from fzero.config.config import ConfigError
 from fzero.data.schedules import Root, fewer_values
 from fzero.data.token_dropping import Draw, TokenDropping
-from fzero.model.transforms import Call, Changes, Wrap
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
+from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
 
 MOST_LENGTHS = 8
 """The largest number of different lengths (kept tokens, or a curriculum's) in a compiled step; each is compiled anew."""
@@ -26,7 +22,7 @@ class DroppedTokens:
     plan: TokenDropping
     field: str = "random_ltd"
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. A length is a constant of a graph."""
         if spec.compile is not None:
             block = "data_efficiency.data_routing.random_ltd"
