@@ -76,12 +76,12 @@ def test_planned_bytes_of_compressed_values_are_those_of_a_running_step(
     _, most, _ = _watched(monkeypatch, stage, 1, zero)
     model = net()
     planned = compare_plans(model, _config(stage, 1, zero), batch=data(0), loss_fn=lambda m, b: m(*b), device="cpu")
-    assert most == planned[planned.given].step.most("compressed") > 0
+    assert most == planned[planned.given].step.most("views") > 0
 
 
 def test_a_model_without_compression_has_no_such_bytes() -> None:
     planned = compare_plans(net(), {"optimizer": {"type": "SGD"}, "train_micro_batch_size_per_gpu": 16}, batch=data(0))
-    assert all("compressed" not in row.held for one in planned.columns for row in one.step.rows)
+    assert all("views" not in row.held for one in planned.columns for row in one.step.rows)
 
 
 @pytest.mark.parametrize("limit", [10**9, 1000])
