@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.model.origin import Origin
 from fzero.model.own_params import OwnGrads, sharing_buffers
-from fzero.plans.replay import Memory
+from fzero.plans.schedule_cache import ScheduleCache
 from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.runtime.gathers import Lingering
 from fzero.runtime.step_spec import StepSpec
@@ -92,7 +92,7 @@ class Learned:
 
     Attributes:
         orders: of collectives, by run; None where every step negotiates them.
-        answers: of the unit scheduler.
+        schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.
         num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
@@ -116,7 +116,7 @@ class Learned:
     lingering: list[Lingering] = field(default_factory=list)
     sharing: frozenset[str] = frozenset()
     holds_still: bool = False
-    answers: Memory = field(default_factory=Memory)
+    schedule_cache: ScheduleCache = field(default_factory=ScheduleCache)
 
     @classmethod
     def nothing(cls, spec: StepSpec) -> Self:
