@@ -40,14 +40,13 @@ from fzero.plans.unit_orders import Event, Run
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.finish import GradNorms
-from fzero.runtime.forwards import Forwards, Visit, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
-from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explain
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
+from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer
 
 if TYPE_CHECKING:
@@ -225,9 +224,10 @@ class ForwardBackward:
         self.status = "running"
         try:
             # On CUDA nodes would run in another thread otherwise.
-            with torch.autograd.set_multithreading_enabled(False), explained(self.plan):
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
-        except BaseException:
+        except BaseException as error:
+            explain(error, self.plan)
             self._abandon()
             raise
         self.status = "idle"
@@ -269,7 +269,9 @@ class ForwardBackward:
         present = self._present
         is_open = self.given.is_open
         if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
-            unit = _unit_of(self.plan, name)
+            if name not in self.plan.homes:
+                raise late("parameter", name)
+            unit = self.plan.homes[name][0]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
         elif self._events.phase != "forward":
@@ -353,12 +355,6 @@ class ForwardBackward:
         self.add_grads(unit, names, grads)
         if self.status != "passed" and not self.reductions.only_adds:
             self._events.request(UnitScheduler.end_visit, unit)
-
-
-def _unit_of(plan: Plan, name: str) -> UnitPlan:
-    if name not in plan.homes:
-        raise late("parameter", name)
-    return plan.homes[name][0]
 
 
 def saving(work: ForwardBackward) -> AbstractContextManager[object]:
