@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
@@ -33,9 +34,10 @@ from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
 from fzero.runtime import phases
-from fzero.runtime.ending import end
+from fzero.runtime.finish import Collected, Outcome, next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
+from fzero.runtime.outcome import explain
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
@@ -427,6 +429,30 @@ class TrainStep:
         else:
             from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
         return explain(self, batch, machine=machine)
+
+
+def end(
+    run: StepRuntime, collected: Collected, *, sees: Callable[[Outcome], object] | None = None
+) -> tuple[State, Metrics]:
+    """The end of a step of any program: the state after the update, and the metrics. *Collective:* every rank.
+
+    Args:
+        sees: gets the outcome before the device is given the update. It may begin to copy a number to the host then, which need
+            not wait for the update.
+
+    Raises:
+        FloatingPointError: see `finish_step`.
+    """
+    with profiler_range("update"):
+        try:
+            finished = phases.finish_step(run, collected)
+            if sees is not None:
+                sees(finished.outcome)
+            state = phases.update(run, collected, finished)
+            return next_state(run.rules, collected, state, finished.outcome)
+        except torch.OutOfMemoryError as error:
+            explain(error, run.plan)
+            raise
 
 
 def _with_program(run: StepRuntime) -> StepRuntime:

@@ -25,7 +25,7 @@ from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected, GradNorms
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explained
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState

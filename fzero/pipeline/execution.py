@@ -28,10 +28,9 @@ from fzero.model.binding import random_state
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
-from fzero.pipeline.orders import COMPUTE, PipeOrder
+from fzero.pipeline.orders import COMPUTE, PipeEvent, PipeOrder
 from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
-from fzero.plans.unit_orders import Event
 from fzero.runtime import phases
 from fzero.runtime.autograd_nodes import Visits
 from fzero.runtime.eager import recomputing
@@ -145,7 +144,7 @@ def stages_of(run: StepRuntime) -> Stages:
     return run.stages
 
 
-def message_of(order: PipeOrder, event: Event) -> Message:
+def message_of(order: PipeOrder, event: PipeEvent) -> Message:
     """The message that an event sends or receives."""
     is_output = event.kind in ("send_output", "receive_input")
     chunk = event.chunk - (event.kind in ("receive_input", "send_gradient"))
@@ -188,17 +187,17 @@ class Passes:
         self.outgoing: dict[tuple[int, int], Any] = {}
         self.results: list[Any] = []
         self.losses: list[Tensor] = []
-        self.do: dict[str, Callable[[Event], None]] = {
+        self.do: dict[str, Callable[[PipeEvent], None]] = {
             "forward": self.forward, "receive_input": self.receive_input, "send_output": self.send_output,
         }  # fmt: skip
 
-    def receive_input(self, event: Event) -> None:
+    def receive_input(self, event: PipeEvent) -> None:
         self.inputs[event.chunk, event.micro_batch] = self.mailbox.receive(message_of(self.order, event))
 
-    def send_output(self, event: Event) -> None:
+    def send_output(self, event: PipeEvent) -> None:
         self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
 
-    def forward(self, event: Event) -> None:
+    def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         x = (
             self._first(number)
@@ -296,7 +295,7 @@ class _Training(Passes):
 
     # --- forwards -------------------------------------------------------------------------------------------------
 
-    def forward(self, event: Event) -> None:
+    def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         grads: list[Tensor | None] = []
         inputs: list[GradientEdge] = []
@@ -349,14 +348,14 @@ class _Training(Passes):
 
     # --- backwards ------------------------------------------------------------------------------------------------
 
-    def receive_gradient(self, event: Event) -> None:
+    def receive_gradient(self, event: PipeEvent) -> None:
         received = self.mailbox.receive(message_of(self.order, event))
         self.is_sum, *self.output_grads[event.chunk, event.micro_batch] = received.filled(received.tensors)
 
-    def send_gradient(self, event: Event) -> None:
+    def send_gradient(self, event: PipeEvent) -> None:
         self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
 
-    def backward(self, event: Event) -> None:
+    def backward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         opened = self.opened.pop((chunk, number))
         roots, grads = self._roots(chunk, number, opened)
@@ -365,7 +364,7 @@ class _Training(Passes):
                 torch.autograd.backward(roots, grads)
         self._return(chunk, number, opened)
 
-    def backward_input(self, event: Event) -> None:
+    def backward_input(self, event: PipeEvent) -> None:
         """The part of a backward that the stage before waits for: the gradients of a chunk's inputs."""
         chunk, number = event.chunk, event.micro_batch
         opened = self.opened[chunk, number]
@@ -377,7 +376,7 @@ class _Training(Passes):
                 opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
         self._return(chunk, number, opened)
 
-    def backward_weight(self, event: Event) -> None:
+    def backward_weight(self, event: PipeEvent) -> None:
         """The rest of a backward: the gradients of a chunk's weights."""
         place = event.chunk, event.micro_batch
         rest = self.waiting.pop(place)

@@ -80,6 +80,9 @@ class Gathers:
         transfer: loads shards that live in other memory.
         seen: the values of parameters that have views.
         was_changed: makes the error for a parameter that the model has changed.
+
+    Attributes:
+        device: the model's.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Gathers:
         self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
-        self._seen = seen
+        self._seen, self.device = seen, transfer.device
         self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
         # By axes: whether one rank along them holds a whole buffer.
         self._is_whole = {
@@ -163,11 +166,6 @@ class Gathers:
         for held in (self._live, self._by_storage, self._under_way):
             held.clear()  # type: ignore[attr-defined]
         return pending
-
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self._transfer.device
 
     # --- live buffers --------------------------------------------------------------------------------------------
 

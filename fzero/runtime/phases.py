@@ -30,6 +30,7 @@ from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
+from fzero.runtime.learned import hold
 from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
@@ -38,7 +39,7 @@ from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard, read_later
-from fzero.storage.state_form import check_not_donated
+from fzero.storage.state_memory import check_not_donated
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -132,8 +133,6 @@ def _window(run: StepRuntime, state: State, *, measures_early: bool) -> Accumula
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.spec.model)
     if learned.leaves or any(each.is_held for each in learned.lingering):
-        from fzero.runtime.kept_tensors import hold
-
         hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}

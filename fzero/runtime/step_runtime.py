@@ -33,8 +33,7 @@ from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
-from fzero.storage.state_form import StateForm
-from fzero.storage.state_memory import DeviceMemory, StateMemory, place_of
+from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, place_of
 from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 

@@ -31,6 +31,7 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import PlanSpec
 from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.update import rate_of
 from sharding import Mesh
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ class StepSpec(PlanSpec):
         if cfg.scheduler is not None and self.lr_schedule is None:
             schedulers = cfg.scheduler.for_groups(len(optimizers))
             return [one.rate(group.lr) for one, group in zip(schedulers, optimizers, strict=True)]
-        return [_rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
+        return [rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
 
     @cached_property
     def group_names(self) -> list[str]:
@@ -335,17 +336,3 @@ def _check_schedule(schedule: Schedule | None) -> None:
         raise ValueError(
             f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
         )
-
-
-def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
-    if schedule is None:
-        return lambda n: lr
-    if lr == base:
-        return schedule
-    if base == 0:
-        raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
-            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
-        )
-    return lambda n: schedule(n) * (lr / base)

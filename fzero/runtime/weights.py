@@ -10,7 +10,7 @@ from torch import Tensor
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
 from fzero.comms.hangs.failures import meet
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explained
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import gather_flat
