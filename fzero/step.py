@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from fzero import parallelism
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
@@ -37,6 +38,7 @@ from fzero.runtime.ending import end
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
 from fzero.runtime.phases import AccumulationWindow
+from fzero.runtime.programs import Eager
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind, noted_dropping
 from fzero.runtime.weights import first_state, state_dict, with_weights
@@ -47,12 +49,11 @@ __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
     from fzero.compression.plan import CompressionPlan
-    from fzero.estimation.pipelines import PipelinePlan
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
-    from fzero.graph.timeline import Timeline
     from fzero.model.checkpointing import Choice
     from fzero.optim.lr_schedules import Schedule
+    from fzero.parallelism import Explained
     from fzero.plans.machine_model import MachineModel
     from fzero.plans.placements import GivenPlacements
 
@@ -127,7 +128,7 @@ def make_train_step(
         gather_hook=gather_hook, reduce_hook=reduce_hook, placements=placements, order=order, donate=donate,
         lr_schedule=lr_schedule, schedule=schedule, checkpoint=checkpoint, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
-        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), pipeline=_pipeline(pipeline, mesh),
+        compress=_compression(cfg, model, seed), drop=noted_dropping(cfg, model), parallelism=parallelism.chosen(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
 
@@ -139,15 +140,6 @@ def _compression(cfg: Config, model: nn.Module, seed: int) -> CompressionPlan | 
     from fzero.compression.matching import compression  # a step without compression does not load it
 
     return compression(cfg, model, seed=seed)
-
-
-def _pipeline(given: Any, mesh: Any) -> Any:
-    """The pipeline of an argument; with a mesh axis "pipe" and no argument, that of the usual order."""
-    if given is None and "pipe" not in getattr(getattr(mesh, "mesh", mesh), "names", ()):
-        return None
-    from fzero.pipeline.pipeline import Pipeline  # a step without a pipeline does not load it
-
-    return Pipeline() if given is None else Pipeline.of(given)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
@@ -179,8 +171,7 @@ class TrainStep:
     """
 
     def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
-        pipe = spec.pipeline
-        self.runtime = run = pipe.runtime(spec, axis) if pipe else _with_program(StepRuntime.make(spec, axis))
+        self.runtime = run = _with_program(parallelism.parallelism_of(spec).runtime(spec, axis))
         self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
@@ -197,8 +188,8 @@ class TrainStep:
     @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
-        is_eager = self.runtime.runs is phases.forward_backward or self.runtime.stages is not None
-        return None if is_eager else cast("GraphProgram", self.runtime.runs)
+        runs = self.runtime.program
+        return cast("GraphProgram", runs) if runs.is_graph else None
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -231,7 +222,7 @@ class TrainStep:
             return untraced(TrainStep.__call__)(self, state, batch)  # type: ignore[no-any-return]
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
-        collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
+        collected = run.program(run, state, micro_batches)  # forwards and backwards: eager, or in one graph
         return end(run, collected)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
@@ -356,7 +347,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return phases.evaluate(self.runtime, state, batch, self.program)
+        return phases.evaluate(self.runtime, state, batch)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
@@ -388,20 +379,14 @@ class TrainStep:
                 parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
             optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
-        run = self.runtime.following(rates, optimizers)
-        is_same = optimizers is None or self.program is None  # else the graphs hold other numbers
-        return _twin(self, run if is_same else _with_program(run))
+        return _twin(self, self.runtime.following(rates, optimizers))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
 
         It learns its order of collectives by itself. Each rank may call it or not.
         """
-        run, program = self.runtime.observed(observe), self.program
-        if run.stages is not None:
-            runs = cast("Any", run.runs).observed(observe)
-            return _twin(self, replace(run, runs=runs, stages=run.stages.observed(observe)))
-        return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
+        return _twin(self, self.runtime.observed(observe))
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
@@ -413,7 +398,7 @@ class TrainStep:
 
         return trace(self, batch)
 
-    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline | PipelinePlan:
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Explained:
         """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
@@ -422,15 +407,13 @@ class TrainStep:
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        if self.spec.pipeline is None:
-            from fzero.graph.explain import explain
-        else:
-            from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
-        return explain(self, batch, machine=machine)
+        return parallelism.explain(self, batch, machine=machine)
 
 
 def _with_program(run: StepRuntime) -> StepRuntime:
-    """The runtime with the program that its spec asks for."""
+    """The runtime with the program that its spec asks for, unless it has one."""
+    if run.runs is not None:
+        return run
     if run.spec.compile == "step":
         from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
 
@@ -439,7 +422,7 @@ def _with_program(run: StepRuntime) -> StepRuntime:
         from fzero.graph.blocks import CompiledBlocks
 
         run = replace(run, blocks=CompiledBlocks.of(run.spec))
-    return replace(run, runs=phases.forward_backward)
+    return replace(run, runs=Eager())
 
 
 def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:

@@ -21,7 +21,7 @@ import fzero.testing
 ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
-STEP = f"{CORE} state verbs storage model runtime pipeline graph step simulation"
+STEP = f"{CORE} state verbs storage model runtime pipeline graph parallelism step simulation"
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
     "common": "sharding",
@@ -39,8 +39,9 @@ MAY_IMPORT: dict[str, str] = {
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime",
     "graph": f"{CORE} state verbs storage model runtime",
-    "step": f"{CORE} state verbs storage model runtime pipeline graph estimation",
-    "simulation": f"{CORE} state verbs storage model runtime pipeline graph step",
+    "parallelism": f"{CORE} runtime pipeline graph estimation",
+    "step": f"{CORE} state verbs storage model runtime graph parallelism",
+    "simulation": f"{CORE} state verbs storage model runtime pipeline graph parallelism step",
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph",  # a step followed without tensors needs no step
     "checkpoint": f"{STEP} resharding",
