@@ -89,7 +89,7 @@ def begin(run: StepRuntime, state: State, *, measures_early: bool) -> Accumulati
     """See `TrainStep.begin`."""
     _check_state(run, state)
     _enter(run, state)
-    return opened(run, state, measures_early=measures_early)
+    return open_window(run, state, measures_early=measures_early)
 
 
 def _check_state(run: StepRuntime, state: State) -> None:
@@ -113,7 +113,7 @@ def _enter(run: StepRuntime, state: State) -> None:
     run.learned.origin.leave(partial(differing, run, state))
 
 
-def opened(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
     """An accumulation window of a state that is checked already; see `TrainStep.begin`."""
     learned = run.learned
     if learned.moving_buffers is None:
@@ -441,7 +441,7 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[]
         yield
 
 
-def loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
+def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
     """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
     try:
         return loss_of(

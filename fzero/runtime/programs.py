@@ -70,10 +70,10 @@ class Eager:
         return list(run.batches.split(batch))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-        window = phases.opened(run, state, measures_early=True)
+        window = phases.open_window(run, state, measures_early=True)
         with random_state(state.rng, run.device) as rng, phases.bound_throughout(run, window) as window:
             for index, micro_batch in enumerate(micro_batches):
-                loss, weight = phases.forward(run, window, partial(phases.loss, run, micro_batch))
+                loss, weight = phases.forward(run, window, partial(phases.loss_of_batch, run, micro_batch))
                 # A mean is divided here. A sum is divided in the update, when all weights are known.
                 num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
                 window = phases.backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
@@ -83,7 +83,7 @@ class Eager:
         def compute() -> tuple[Tensor, Tensor | None]:
             with phases.inspecting(run, state, "evaluate"):
                 run.spec.model.eval()  # here, because the model's own eval() may read its tensors
-                return phases.loss(run, batch)
+                return phases.loss_of_batch(run, batch)
 
         return evaluated(run, state, compute)
 
