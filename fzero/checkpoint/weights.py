@@ -96,8 +96,8 @@ def save_16bit_model(
         for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
     }
     views: Iterator[Mapping[str, Tensor]] = chain(runtime.full_weights(state), (state.buffers,))
-    if runtime.stages is not None and step.data_rank == 0:
-        names, forms, views = runtime.stages.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
+    if step.data_rank == 0:
+        names, forms, views = runtime.job.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
         stored = {name: Stored(tuple(shape), dtype) for name, (shape, dtype) in forms.items()}
     keys, aliases = _first_keys(names)
     exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
@@ -196,7 +196,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         found = next((key for key in candidates if key in source.stored), None)
         if found is not None:
             keys[name] = found
-    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.names)}
+    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.job.names)}
     # Keys without the prefix of parameters are other values of the job.
     prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
     unknown = [k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)]

@@ -420,7 +420,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
         """
         runtime = self.train_step.runtime
-        if self.optimizer is None or self.is_gathered or runtime.stages is not None or runtime.changes.views:
+        if self.optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
             if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
                 raise not_trained(name)
             return False

@@ -329,22 +329,18 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        masks: dict[str, Tensor | None] = {}
-        for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
-            pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
-            given[name], masks[name] = pulled.pop(name)
-            for other, part in pulled.items():
-                self._add(self.plan.homes[other][0].name, {other: part.grad}, {})
-        self._add(unit, given, {name: mask for name, mask in masks.items() if mask is not None})
+        for pulled, masks in self.gathers.pulled(given, self._need):
+            self._add(pulled, masks)
 
-    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
+    def _add(self, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """Adds gradients of parameters, times the masks of some, to the flat gradients of their units."""
         if self.reductions.only_adds:
             self.reductions.add_to_sums(grads, masks)
             self.forwards.used.update(grads)
             return
         for key, own in self.reductions.by_buffer(grads).items():
-            if (buffer := self.plan.flats[key][1]).trainable:
+            unit, buffer = self.plan.flats[key]
+            if buffer.trainable:
                 if not self.reductions.has_begun(unit, key):
                     self._events.request(UnitScheduler.collect, unit, key)
                 self.reductions.add(unit, buffer, own, masks)

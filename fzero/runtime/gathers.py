@@ -27,7 +27,7 @@ from fzero.verbs import start_gather
 from sharding.views import unflatten
 
 if TYPE_CHECKING:
-    from fzero.model.transforms import PulledGrad
+    from fzero.model.transforms import Tensors
     from fzero.storage.file_tensor import StoredTensor
 
 
@@ -190,16 +190,29 @@ class Gathers:
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
 
-    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of those that its views train, from that of its value. `need` gathers again."""
+    def pulled(self, grads: dict[str, Tensor], need: Callable[[str], None]) -> Iterator[tuple[Tensors, Tensors]]:
+        """The gradients of parameters and of those that their views train, in parts, each with the masks of some.
+
+        Args:
+            grads: of what modules saw, by parameter; is changed.
+            need: gathers a unit again.
+        """
 
         def again(names: Iterable[str]) -> dict[str, Tensor]:
-            need(unit.name)
-            flats: dict[str, Any] = {**self._params, **self._live.get(unit.name, {})}
+            need(unit)
+            flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
             homes = ((own, self._plan.homes[own][1]) for own in names)
             return {own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own)) for own, b in homes}
 
-        return self._seen.pulled(name, grad, again)
+        masks: dict[str, Tensor] = {}
+        for name in [name for name in grads if name in self._seen.is_on]:
+            unit = self._plan.homes[name][0].name
+            found = self._seen.pulled(name, grads[name], again)
+            grads[name], mask = found.pop(name)
+            if mask is not None:
+                masks[name] = mask
+            yield from (({other: part.whole}, {}) for other, part in found.items())
+        yield grads, masks
 
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""

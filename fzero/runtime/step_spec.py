@@ -39,15 +39,20 @@ if TYPE_CHECKING:
     from fzero.plans.staged import StagedPlan
 
 
-class Pipelined(Protocol):
-    """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+class Parallelism(Protocol):
+    """How a model is divided among the ranks of a job (`fzero.parallelism`)."""
 
-    def plan(self, spec: StepSpec, mesh: Mesh, /) -> StagedPlan:
-        """The plans of all stages."""
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks run the same program, on tensors of the same shapes."""
         ...
 
-    def runtime(self, spec: StepSpec, world: Any, /) -> Any:
-        """The `StepRuntime` of this rank's stage."""
+    def staged(self, spec: StepSpec, mesh: Mesh, own: Plan, /) -> StagedPlan:
+        """The plans of all parts of the model; `own` is the plan of this rank."""
+        ...
+
+    def runtime(self, spec: StepSpec, axis: Any, /) -> Any:
+        """The `StepRuntime` of this rank. *Collective:* every rank."""
         ...
 
 
@@ -95,8 +100,8 @@ class StepSpec(PlanSpec):
     """The device for a model on `meta`; None is the accelerator, if there is one."""
     transforms: tuple[ModelTransform, ...] = ()
     """The transforms of the model, in the order of their application (`fzero.model.transforms`)."""
-    pipeline: Pipelined | None = None
-    """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
+    parallelism: Parallelism | None = None
+    """How `model` is divided among the ranks; None leaves it whole (`fzero.parallelism.parallelism_of`)."""
     held: tuple[Held, ...] | None = None
     """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
