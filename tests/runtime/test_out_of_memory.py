@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from fzero.runtime.out_of_memory import NO_HOST_MEMORY, explained
+from fzero.runtime.outcome import NO_HOST_MEMORY, explained
 
 PROGRAM = """
 import resource, torch, fzero
