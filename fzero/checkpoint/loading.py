@@ -191,7 +191,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         CheckpointError: a tensor cannot be read.
     """
     plan, rank, source = step.plan, step.runtime.rank, saved.source
-    layout.check_names(plan, (*step.runtime.aliases, *step.runtime.names), source.stored)
+    layout.check_names(plan, (*step.runtime.aliases, *step.runtime.job.names), source.stored)
     layout.check_kinds(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _warn_of_frozen(plan, frozen, rank)

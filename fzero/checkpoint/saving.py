@@ -306,7 +306,7 @@ def _of_all_stages(own: Contents, step: TrainStep) -> Contents:
         for name in fields:
             merged[name] |= theirs[name]
     merged["stored"] = {key: Stored(tuple(shape), dtype) for key, (shape, dtype) in merged["stored"].items()}
-    place = {name: index for index, name in enumerate(step.runtime.names)}
+    place = {name: index for index, name in enumerate(step.runtime.job.names)}
     merged["names"] = dict(sorted(merged["names"].items(), key=lambda item: place[item[0]]))
     return own._replace(**merged)
 
@@ -355,7 +355,7 @@ def _started(
     without: Collection[str] = (),
 ) -> Saving:
     """Makes the temporary folder, and starts to write, from copies or from the state itself."""
-    axis, stages = step.runtime.world, step.runtime.stages
+    axis, job = step.runtime.world, step.runtime.job
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
@@ -369,7 +369,7 @@ def _started(
         left = {layout.key_of("params", name) for name in without}
         own = layout.own_specs(step.plan, step.specs.rng)
         parts = layout.parts_to_save(step.plan, step.runtime.rank, own)
-        return [part for part in parts if part.key not in left and (stages is None or stages.stores(part.tensor))]
+        return [part for part in parts if part.key not in left and job.stores(part.tensor)]
 
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
@@ -389,7 +389,7 @@ def _started(
     folder = Path(of_rank_0(axis, begin))
     rates = _rates_of(step, int(state.step))
     contents = partial(_contents, step, numbers_of(state), rates, frozenset(without))
-    whole = None if stages is None else _of_all_stages(contents(), step)
+    whole = _of_all_stages(contents(), step) if job.names else None
     writer = _Writer(folder, path, step, content, keep, contents if whole is None else lambda: whole)
     return Saving(writer, axis, fragments)
 

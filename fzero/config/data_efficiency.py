@@ -356,7 +356,7 @@ class DataEfficiency(Block):
 
 
 class ProgressiveLayerDrop(Block):
-    """DeepSpeed key `progressive_layer_drop`: the engine passes `progressive_layer_drop=True` and `pld_theta=` to each forward in
+    """DeepSpeed key `progressive_layer_drop`: a step passes `progressive_layer_drop=True` and `pld_theta=` to each forward in
     training mode, and the model drops layers (`fzero.data.kept_layers`)."""
 
     enabled: bool = False

@@ -420,13 +420,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
         """
         runtime = self.train_step.runtime
-        if (
-            self.optimizer is None
-            or self.is_gathered
-            or runtime.stages is not None
-            or runtime.spec.compress is not None
-        ):
-            if name in self.grads.given or runtime.spec.compress is not None:  # the forward computes with other values
+        if self.optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
+            if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
                 raise not_trained(name)
             return False
         if self.open_window is None or self.open_window.work.status == "idle":

@@ -302,7 +302,7 @@ def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | Non
         )
     spec, run = step.spec, step.runtime
     first = next(iter(run.batches.split(batch)))
-    pipe: Any = spec.pipeline
+    pipe: Any = spec.parallelism
     model, order, bounds = pipe.division(spec, step.mesh)
     device: Device = "cuda" if run.device.type == "cuda" else "cpu"
     traced = TracedLayers(model, of_stages(spec.cfg), first, machine, loss_fn=spec.loss_fn, device=device)

@@ -70,7 +70,7 @@ class StepFunctions:
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps = run.rules, plan.num_micro_steps
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transforms, self._kinds, self._ranges = transforms, run.updater.kinds, run.spec.ranges
+        self._transforms, self._kinds, self._ranges = transforms, run.updater.kinds, run.changes.ranges
         self.model = ModelInGraph(run, self._graph, self._ranks)
 
     @property

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from fzero.comms import collectives
 from fzero.comms.pending import abandon
 from fzero.comms.records import CommRecord, Label
 from fzero.model.binding import random_state
-from fzero.model.checkpointing import Site, checkpointed, slots_of
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
@@ -40,6 +39,7 @@ from fzero.runtime.loss import loss_of, loss_row, mean_of
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
+from fzero.transforms.checkpointing import Site, checkpointed, host_moves, slots_of
 
 State = TrainState[Tensor]
 Call = Callable[[Any], Any]
@@ -50,7 +50,7 @@ _LOSSES = Label("loss_stats", phase="boundary")
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The forwards and backwards of one stage; a `Program` of its runtime.
+    """The forwards and backwards of one stage; a `fzero.runtime.programs.Program` of its runtime.
 
     Attributes:
         model: this stage's layers.
@@ -71,9 +71,14 @@ class PipelineProgram:
     blocks: Blocks
     mailbox: Mailbox
     last_loss: list[Tensor] = field(default_factory=list, compare=False)
+    is_graph: ClassVar[bool] = False
+
+    def split(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers."""
+        return stages_of(run).agreed(state, batch, lambda given: list(run.batches.split(given)))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-        """See `fzero.runtime.phases.forward_backward`. *Collective:* every rank."""
+        """The gradients of a step on these micro-batches. *Collective:* every rank."""
         stages = stages_of(run)
         with self._sending():
             window = phases.begin(run, state, measures_early=True)
@@ -90,8 +95,15 @@ class PipelineProgram:
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
         return collected._replace(loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
 
-    def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
-        """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
+        """The mean loss of one (inputs, labels), or of as many micro-batches as a step takes from an iterator, without gradients.
+
+        *Collective:* every rank.
+        """
+        split = run.batches.split
+        micro_batches = stages_of(run).agreed(
+            state, batch, lambda one: list(split(one)) if isinstance(one, Iterator) else [one]
+        )
         return self.mean_loss(run, self.outputs(run, state, micro_batches), len(micro_batches))
 
     def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
@@ -118,6 +130,10 @@ class PipelineProgram:
                 module.training = mode
         return passes
 
+    def following(self, run: StepRuntime) -> PipelineProgram:
+        """The same program, which reads its optimizers from the runtime."""
+        return self
+
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
         return replace(self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe)))
@@ -140,8 +156,8 @@ class PipelineProgram:
 
 def stages_of(run: StepRuntime) -> Stages:
     """The stages of a pipelined step."""
-    assert isinstance(run.stages, Stages)
-    return run.stages
+    assert isinstance(run.job, Stages)
+    return run.job
 
 
 def message_of(order: PipeOrder, event: PipeEvent) -> Message:
@@ -342,7 +358,7 @@ class _Training(Passes):
     def _site(self, name: str, block: Call) -> Site:
         run = self.run
         slots = slots_of(self.program.model, "", run.plan.aliases)
-        moves = run.checkpointing.moves if run.checkpointing is not None else None
+        moves = host_moves(run.device) if run.spec.cfg.activation_checkpointing.cpu_checkpointing else None
         again = partial(recomputing, self.window.work)
         return Site(name, block, slots, run.learned.moving_buffers, moves, again, self.anchor.detach())
 

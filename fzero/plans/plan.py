@@ -209,7 +209,7 @@ class Plan:
 
     @property
     def copy_nbytes(self) -> int:
-        """The bytes of all divided parameters in full, padding included: the copy that `fzero.generating` gathers."""
+        """The bytes of all divided parameters in full, padding included: a full copy of them."""
         divided = [buffer for buffer in self.flat_buffers if not isinstance(buffer.params.spec, Replicated)]
         return sum(buffer.padded_numel * itemsize(buffer.dtypes.param) for buffer in divided)
 

@@ -43,8 +43,8 @@ from fzero.runtime.finish import GradNorms
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.learned import Learned
 from fzero.runtime.outcome import explain
+from fzero.runtime.param_views import ParamViews
 from fzero.runtime.reductions import Reductions
-from fzero.runtime.seen_params import SeenParams
 from fzero.runtime.sequencer import Sequencer
 from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer
@@ -69,7 +69,7 @@ class ForwardBackward:
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         norms: measures the results of reductions.
-        seen: gives modules the compressed values of parameters.
+        seen: the values that modules get in place of some parameters.
 
     Attributes:
         forwards, given: the forwards so far, and the parameters that the model got.
@@ -90,13 +90,13 @@ class ForwardBackward:
         *,
         hook_states: Mapping[str, States] = {},
         norms: GradNorms | None = None,
-        seen: SeenParams,
+        seen: ParamViews,
     ) -> None:
         self.plan, self.mesh, self.params, self.grads, self.transfer = plan, mesh, params, grads, transfer
         self.anchor = torch.empty(0, device=transfer.device, requires_grad=True)
         self.gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         self.forwards, self._seen = Forwards(gathers=not self.gathers_nothing), seen
-        self.given = GivenParams(seen.scored)
+        self.given = GivenParams(seen.relayed)
         self.gathers = Gathers(plan, mesh, params, transfer, seen, self.given.was_changed)
         self.reductions = Reductions(plan, mesh, grads or {}, transfer, hook_states, norms)
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
@@ -327,22 +327,18 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        masks: dict[str, Tensor | None] = {}
-        for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
-            pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
-            given[name], masks[name] = pulled.pop(name)
-            for scores, part in pulled.items():
-                self._add(self.plan.homes[scores][0].name, {scores: part.grad}, {})
-        self._add(unit, given, {name: mask for name, mask in masks.items() if mask is not None})
+        for pulled, masks in self.gathers.pulled(given, self._need):
+            self._add(pulled, masks)
 
-    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
+    def _add(self, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """Adds gradients of parameters, times the masks of some, to the flat gradients of their units."""
         if self.reductions.only_adds:
             self.reductions.add_to_sums(grads, masks)
             self.forwards.used.update(grads)
             return
         for key, own in self.reductions.by_buffer(grads).items():
-            if (buffer := self.plan.flats[key][1]).trainable:
+            unit, buffer = self.plan.flats[key]
+            if buffer.trainable:
                 if not self.reductions.has_begun(unit, key):
                     self._events.request(UnitScheduler.collect, unit, key)
                 self.reductions.add(unit, buffer, own, masks)

@@ -136,7 +136,7 @@ def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
                 first = order[name]
     found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
     name = dict(zip(order.values(), order, strict=True)).get(found)
-    return name if run.stages is None else run.stages.first_name(name)
+    return run.job.first_name(name)
 
 
 def check_used(run: StepRuntime, used: Collection[str]) -> None:

@@ -221,7 +221,7 @@ class GivenParams:
     """The parameters as they were passed to one forward.
 
     Args:
-        scored: the parameters whose gradients train scores; these gradients are needed even if the parameters are frozen.
+        relayed: the parameters whose gradients train others (`ParamViews`); these are needed even if the parameters are frozen.
 
     Attributes:
         is_open: whether the forward runs.
@@ -230,8 +230,8 @@ class GivenParams:
         leaves: of a forward whose parameters are compared.
     """
 
-    def __init__(self, scored: frozenset[str] = frozenset()) -> None:
-        self._scored, self.is_open, self.is_shared, self.gives_again = scored, False, False, False
+    def __init__(self, relayed: frozenset[str] = frozenset()) -> None:
+        self._relayed, self.is_open, self.is_shared, self.gives_again = relayed, False, False, False
         self._given: list[_Given] | None = None  # None where values are not compared
         self.leaves: list[tuple[str, ref[Tensor]]] = []
         self._kept: dict[str, Visit] = {}  # those of the last forward, if it is shared
@@ -281,7 +281,7 @@ class GivenParams:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
-            seen: the compressed values that modules get in place of its parameters.
+            seen: the values that modules get in place of some parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
@@ -327,8 +327,8 @@ class GivenParams:
         if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
             return again
         names, still = unit.trained, forward.still
-        if self._scored:
-            names = tuple(name for name in views if name in names or name in self._scored)
+        if self._relayed:
+            names = tuple(name for name in views if name in names or name in self._relayed)
         # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(unit.trained)
         if still and not is_marked:
