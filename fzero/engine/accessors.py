@@ -16,9 +16,9 @@ from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
 from fzero.engine.data_efficiency import UsesDataEfficiency
-from fzero.engine.monitor import Write
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
+from fzero.profiling.writers import Write
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:

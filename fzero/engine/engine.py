@@ -38,8 +38,9 @@ from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
-from fzero.engine.step_log import CommsLog, StepLog, dtype_of
+from fzero.engine.step_log import CommsLog, StepLog
 from fzero.model.errors import not_trained
+from fzero.profiling.profiler import dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
