@@ -432,7 +432,7 @@ def end(
                 sees(finished.outcome)
             state = phases.update(run, collected, finished)
             return next_state(run.rules, collected, state, finished.outcome)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
             explain(error, run.plan)
             raise
 

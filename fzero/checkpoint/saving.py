@@ -27,6 +27,7 @@ from torch import Tensor
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
 from fzero.checkpoint.client_values import plain
+from fzero.checkpoint.dcp_format import write, write_metadata
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
@@ -236,8 +237,6 @@ class _Writer(NamedTuple):
         return self.folder / f"part-{rank}.json"
 
     def write(self, fragments: Iterable[Fragment]) -> None:
-        from fzero.checkpoint.dcp_format import write
-
         slices = write(self.folder, self.step.rank, fragments)
         files.write_whole(self.part(self.step.rank), json.dumps(slices).encode())
 
@@ -322,8 +321,6 @@ def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
 
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
     """Writes the index of the tensors in `folder`, and makes it the latest checkpoint in `path`."""
-    from fzero.checkpoint.dcp_format import write_metadata
-
     write_metadata(folder, slices, contents.stored, contents.aliases)
     fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out")
     index = {name: getattr(contents, name) for name in fields} | {"slices": slices}

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, together
+from fzero.checkpoint.dcp_format import DcpReader
 from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
@@ -225,8 +226,6 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     if is_deepspeeds(path):
         return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
-        from fzero.checkpoint.dcp_format import DcpReader
-
         return DcpReader(path), ("model.", "")
     return opened(files.find(path))[1], ("master.", "model.")
 

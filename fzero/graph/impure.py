@@ -103,6 +103,37 @@ def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collect
             raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
 
+def check_class(name: str, own: Tensor) -> None:
+    """Raises VmapError for a tensor of a model whose class has methods of its own, which a tensor of all ranks lacks."""
+    kind = type(own)
+    if not kind.__module__.startswith(("torch", "fzero.")):
+        raise VmapError(f"{name!r} is a {kind.__name__}, and tensors of all ranks have no methods of other classes")
+
+
+def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks that modules hold in attributes after a forward under `torch.vmap`.
+
+    Args:
+        before: those after the last forward.
+
+    Raises:
+        ValueError: an attribute still holds the tensor of an earlier forward, whose values are not those of one rank.
+    """
+    found = {
+        f"{prefix}.{key}".removeprefix("."): value
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+    }
+    for name, value in found.items():
+        if before.get(name) is value:
+            raise ValueError(
+                f"simulate: the model must not keep a tensor from one step to the next under torch.vmap, and {name!r} does; pass "
+                f"by='lockstep', or register it as a buffer"
+            )
+    return found
+
+
 def _is_of_data(x: Tensor) -> bool:
     """Whether a tensor in a trace, or under `torch.vmap`, depends on more than constants."""
     if is_functorch_wrapped_tensor(x):

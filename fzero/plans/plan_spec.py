@@ -18,9 +18,11 @@ from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.comm_hooks import CommHooks, GivenHook
 from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
+from fzero.plans.hook_choice import comm_hooks_of
 from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
+from fzero.plans.placements import with_placements
 from fzero.plans.plan import BUCKET, Plan
 from fzero.plans.streaming import Streaming
 from fzero.plans.units import check_has_shapes, find_units, owners_of
@@ -126,13 +128,9 @@ class PlanSpec:
         unit_plans = self._units(owners, mesh)
         specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], self.optimizers)
         if any(given is not None for given in (self.placements, zero.offload_optimizer, zero.offload_param)):
-            from fzero.plans.placements import with_placements  # a plan on the device does not load it
-
             unit_plans, specs = with_placements(unit_plans, specs, cfg, self.placements)
         hooks = CommHooks()
         if self.gather_hook is not None or self.reduce_hook is not None or zero.quantizes:
-            from fzero.plans.hook_choice import comm_hooks_of  # a plan that sends exactly does not load it
-
             hooks = comm_hooks_of(zero, mesh, self.gather_hook, self.reduce_hook)
         buffer_dtype = cfg.precision.buffer_dtype_of
         buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}

@@ -222,7 +222,7 @@ class _Rates:
     def _flops_of(self, batch: Any) -> float | None:
         spec = self._step.spec
         try:
-            if spec.parallelism is not None:
+            if spec.is_part:
                 raise ValueError("a rank of a pipeline runs a part of the model")
             return trace_activations(spec.model, spec.cfg, batch, loss_fn=spec.loss_fn, checkpoint=False).flops
         except Exception as error:  # of a model that cannot run without values: it trains nevertheless

@@ -237,8 +237,7 @@ class ForwardBackward:
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
         self._range.close()
-        pending = [*self.gathers.abandon(), *self.reductions.abandon()]
-        abandon(pending + ([self._loss_stats] if self._loss_stats else []))
+        abandon([*self.gathers.abandon(), *self.reductions.abandon(), *filter(None, [self._loss_stats])])
         self.close()
 
     def close(self) -> None:
@@ -266,8 +265,7 @@ class ForwardBackward:
 
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
-        present = self._present
-        is_open = self.given.is_open
+        present, is_open = self._present, self.given.is_open
         if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
             if name not in self.plan.homes:
                 raise late("parameter", name)

@@ -1,6 +1,6 @@
 """The host's part in the end of a step: it raises the errors that `fzero.runtime.finish` found.
 
-Further functions make the messages, with their causes; the last ones are for a GPU that has no memory left. On the CPU, an
+Further functions make the messages, with their causes; the last ones are for a rank that has no memory left. On the CPU, an
 error names the first parameter whose gradient is not finite. On a GPU the host does not wait for the result; a device-side
 assertion ends the process instead. Shape letters: A micro-steps, W ranks.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 import torch
 from torch import Tensor
@@ -227,18 +228,18 @@ def explained(plan: Plan) -> Iterator[None]:
         raise
 
 
+def explain(error: BaseException, plan: Plan) -> None:
+    """Adds a note to an error for want of memory, once: the plan's numbers, what was allocated, and where a snapshot is."""
+    if any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ())):
+        return
+    if isinstance(error, torch.OutOfMemoryError):
+        error.add_note(_note(plan, _on_gpu()))
+    elif isinstance(error, MemoryError) or any(words in str(error) for words in NO_HOST_MEMORY):
+        error.add_note(_note(plan, _on_host()))
+
+
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory")
 """Of the messages of torch's allocator of host memory, whose error has no class of its own."""
-
-
-def explain(error: BaseException, plan: Plan) -> None:
-    """Adds a note to an error for want of memory, on a GPU or of a rank on the CPU, once: the plan's numbers, what was measured,
-    and where a snapshot is."""
-    is_first = not any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ()))
-    if isinstance(error, torch.OutOfMemoryError) and is_first:
-        error.add_note(_note(plan, _on_gpu()))
-    elif is_first and (isinstance(error, MemoryError) or any(words in str(error) for words in NO_HOST_MEMORY)):
-        error.add_note(_note(plan, _on_host()))
 
 
 def _note(plan: Plan, measured: str) -> str:
@@ -256,8 +257,6 @@ def _on_gpu() -> str:
 
 
 def _on_host() -> str:
-    from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
-
     limit, free = getrlimit(RLIMIT_AS)[0], available_memory()
     limited = "" if limit == RLIM_INFINITY else f", of an address space limited to {limit / GIB:.3f} GiB (ulimit -v)"
     peak = process_memory("VmHWM") / GIB

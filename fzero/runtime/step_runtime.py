@@ -33,6 +33,7 @@ from fzero.runtime.learned import Learned
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
+from fzero.storage.offload import Offload
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
 from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, place_of
 from fzero.verbs import gather_flat, start_gather
@@ -263,6 +264,4 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
     if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
-    from fzero.storage.offload import Offload  # a step whose state is on the device does not load it
-
     return Offload(plan, device)

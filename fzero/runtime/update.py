@@ -26,6 +26,7 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision
+from fzero.optim.rounding import salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -246,8 +247,6 @@ class Updater:
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
-            from fzero.optim.rounding import stochastic  # other updates do not load it
-
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
@@ -286,8 +285,6 @@ class Updater:
         if hyper.momentum is not None:
             traced.momentum.fill_(hyper.momentum)
         if self.places is not None:
-            from fzero.optim.rounding import salts_of
-
             for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS)):
                 place.fill_(salt)  # a copy would wait for the device
 

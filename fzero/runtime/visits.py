@@ -90,6 +90,7 @@ class Forwards:
     Attributes:
         used: the names of the parameters of which a backward has produced a gradient on this rank.
         still: the trained parameters that have no gradient, because no forward required one, or the script has dropped it.
+        last: the last forward; there is none before the first.
         begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 
@@ -98,20 +99,18 @@ class Forwards:
         self.used: set[str] = set()
         self.still: frozenset[str] = frozenset()
         self.begins: Callable[[], None] = lambda: None
+        self.last: Forward
         self._all: list[Forward] = []
         self._num_new = 0  # forwards since the last backward
         self._num_backwards = 0  # since the last forward
         self._is_kept = False  # whether a backward may go through a graph again
 
     @property
-    def last(self) -> Forward:
-        return self._all[-1]
-
-    @property
     def of_node(self) -> Forward:
         """The forward of which a part runs again in the backward of the present node of autograd."""
         if not self._all:  # all parts ran outside of a forward, and a checkpoint of the script runs one again
-            self._all.append(Forward("", self.still))
+            self.last = Forward("", self.still)
+            self._all.append(self.last)
         node = torch._C._current_autograd_node()
         number = None if node is None or len(self._all) == 1 else node._sequence_nr()
         earlier = (forward for forward in reversed(self._all) if number is not None and forward.first_node <= number)
@@ -136,7 +135,8 @@ class Forwards:
     def begin(self, run: str, still: frozenset[str]) -> bool:
         """Records the start of a forward; returns whether it is the first since the last backward."""
         self.still = self.still & still if self._all else still
-        self._all.append(Forward(run, still))
+        self.last = Forward(run, still)
+        self._all.append(self.last)
         self._num_new, self._num_backwards = self._num_new + 1, 0
         return self._num_new == 1
 

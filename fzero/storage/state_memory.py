@@ -23,6 +23,7 @@ from fzero.comms.records import label_of
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import QUANTITIES, TrainState, is_donated
+from fzero.storage.file_tensor import handles_of
 from fzero.storage.shard_transfer import BufferPool, Resident, ShardTransfer, to_device
 from fzero.verbs import start_join
 from sharding import TensorSpec
@@ -106,8 +107,6 @@ class StateForm:
 def check_not_donated(state: TrainState[Tensor]) -> None:
     """Raises if a step took the state: the StoreError of its files if these failed, else a ValueError with the fix."""
     if is_donated(state):
-        from fzero.storage.file_tensor import handles_of  # for the error alone
-
         for handle in handles_of(state):
             handle.check()
         raise ValueError(
