@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fzero
-from fzero.compression import clean, shrunk, start_of_student
+from fzero.compression import clean, compression_of, shrunk, start_of_student
 
 WIDTH, HEADS, KINDS, LENGTH, BATCH = 64, 4, 4, 24, 64
 
@@ -187,7 +187,7 @@ def main(num_steps: int = 120) -> dict[str, tuple[float, float]]:
     for name, techniques in TECHNIQUES.items():
         step = fzero.make_train_step(copy.deepcopy(dense), config(techniques), loss_fn=loss_of)
         state = train(step, step.init(), num_steps)
-        model = shrunk(dense, clean(step.gather(state), step.spec.compress)).eval()
+        model = shrunk(dense, clean(step.gather(state), compression_of(step))).eval()
         results[name] = accuracy(model), milliseconds(model)
     student = distilled(dense.requires_grad_(False), num_steps)
     results["2 of 4 layers, distilled"] = accuracy(student), milliseconds(student)

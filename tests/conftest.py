@@ -66,6 +66,7 @@ BUDGETS = {
     "step": 400,
     "storage": 260,
     "testing": 900,
+    "transforms": 200,
     "tuning": 120,
 }
 """Seconds that the long tests of a room are meant to take, on all workers together."""

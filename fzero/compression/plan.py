@@ -1,22 +1,26 @@
 """`compression`: from the block `compression_training` and a model to a frozen plan, parameter → techniques, from when.
 
-`CompressionPlan.seen` is the one function that steps call, between the gather of a parameter and the module. It is pure: of the
+`CompressionPlan.params` are views, which steps apply between the gather of a parameter and the module. They are pure: of the
 gathered tensors and n, the number of updates so far. Nothing in the model is replaced; names and ties stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from fzero.compression.formulas import Number
-    from fzero.compression.techniques import Mask, QuantizeInput, Technique, Tensors
+from fzero.compression.added import first_value, registered
+from fzero.compression.inputs import quantizing
+from fzero.config.config import ConfigError
+from fzero.model.transforms import Changes, Number, Tensors, TransformedStep
 
-__all__ = ["CompressionPlan", "Extra", "PulledGrad", "Shrink", "is_added", "plan_of"]
+if TYPE_CHECKING:
+    from fzero.compression.techniques import Mask, QuantizeInput, Technique
+
+__all__ = ["CompressionPlan", "Extra", "Shrink", "compression_of", "is_added", "plan_of"]
 
 
 ADDED = frozenset(
@@ -75,16 +79,11 @@ class Shrink:
     cut: tuple[tuple[str, int], ...]
 
 
-class PulledGrad(NamedTuple):
-    """A gradient, to be multiplied by `mask` if there is one (bools or numbers, broadcasts); its writer does both in one pass."""
-
-    grad: Tensor
-    mask: Tensor | None = None
-
-
 @dataclass(frozen=True)
 class CompressionPlan:
     """What compresses each parameter of a model and each module's input; `print` it. It holds no tensors.
+
+    It is a transform of its model (`fzero.model.transforms`), which also adds scores, masks and ranges to the modules.
 
     Attributes:
         params: the techniques of each compressed parameter, in the order in which they apply.
@@ -106,6 +105,21 @@ class CompressionPlan:
         """Whether it compresses anything."""
         return bool(self.params or self.inputs)
 
+    def __call__(self, spec: TransformedStep) -> Changes:
+        """See `ModelTransform`. It adds the tensors of `extras` to the modules, unless they are there."""
+        if spec.compile == "block" and self.inputs:
+            raise ConfigError(
+                "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
+                "compiled in every step, got it on; pass compile='step', or leave compile out"
+            )
+        registered(self, spec.model)
+        return Changes(
+            name="compression", text=str(self or "no compression"), views=self.params,
+            forwards=(lambda call: quantizing(self.inputs, call.num_updates())) if self.inputs else None,
+            added=frozenset(extra.name for extra in self.extras), first_value=self.first_extra, first_buffers=self.first_masks,
+            made_buffers=frozenset(x.name for x in self.extras if x.kind == "mask"), ranges=self.ranges,
+        )  # fmt: skip
+
     # --- pure functions ------------------------------------------------------------------------------------------
 
     def seen(self, name: str, value: Tensor, n: Number, tensors: Tensors) -> Tensor:
@@ -117,55 +131,12 @@ class CompressionPlan:
             tensors: masks and scores by full name.
         """
         for technique in self.params.get(name, ()):
-            value = technique.seen(value, tensors, n)
+            value = technique.value(value, tensors, n)
         return value
-
-    def pulled(
-        self, name: str, grad: Tensor, n: int, tensors: Tensors, values: Callable[[], Tensor]
-    ) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of its scores, from the gradient of what `seen` returned.
-
-        Args:
-            values: returns the parameter; called where scores need it.
-        """
-        techniques, inputs = self.params[name], dict[int, Tensor]()
-        masks = [(index, x) for index, x in enumerate(techniques) if x.reads and n >= x.offset]
-        if trained := [index for index, x in masks if x.scores]:
-            value = inputs[0] = values().detach()
-            for index, technique in enumerate(techniques[: trained[-1]]):
-                value = inputs[index + 1] = technique.seen(value, tensors, n)
-        found, of_scores = PulledGrad(grad), dict[str, PulledGrad]()
-        for index, technique in reversed(masks):  # other techniques pass the gradient through
-            pulled = technique.pulled(found, inputs.get(index), tensors)
-            found = pulled.grad
-            if pulled.of_scores is not None:
-                of_scores[technique.source] = PulledGrad(pulled.of_scores)
-        return {name: found, **of_scores}
-
-    def made_masks(self, names: Iterable[str], n: int, tensors: Tensors) -> dict[str, Tensor]:
-        """The masks of some parameters, which `tensors` may have for `seen` and `pulled`: made once.
-
-        Args:
-            tensors: has the parameters, too.
-        """
-        found: dict[str, Tensor] = {}
-        for name in names:
-            for mask in self.params.get(name, ()):
-                if mask.made and n >= mask.offset and mask.made not in found:
-                    found[mask.made] = mask.make(tensors[name], tensors)
-        return found
-
-    def on(self, name: str, n: int) -> bool:
-        """Whether a forward with n updates behind it sees another value than the parameter's own."""
-        return any(n >= technique.offset for technique in self.params.get(name, ()))
-
-    def scores_of(self, name: str) -> tuple[str, ...]:
-        """The scores that the gradient of a parameter trains."""
-        return tuple(x.scores for x in self.params.get(name, ()) if x.scores)
 
     def needs(self, names: Iterable[str]) -> set[str]:
         """The masks and scores that the techniques of these parameters read."""
-        return {x.reads for name in names for x in self.params.get(name, ()) if x.reads}
+        return {key for name in names for x in self.params.get(name, ()) for key in x.reads}
 
     @property
     def ranges(self) -> frozenset[str]:
@@ -191,8 +162,6 @@ class CompressionPlan:
         extra = next((extra for extra in self.extras if extra.name == name), None)
         if extra is None:
             return None
-        from fzero.compression.added import first_value  # a step without added tensors does not load it
-
         return first_value(extra, self.seed, like.dtype)
 
     # --- text ----------------------------------------------------------------------------------------------------
@@ -203,6 +172,11 @@ class CompressionPlan:
         rows += [[f"cut of {x.mask.source}", ", ".join(f"{n} dim {dim}" for n, dim in x.cut)] for x in self.shrinks]
         width = max((len(what) for what, _ in rows), default=0)
         return "\n".join(f"{what:{width}}  {how}" for what, how in rows) or "no compression"
+
+
+def compression_of(step: Any) -> CompressionPlan:
+    """The plan among the transforms of a `TrainStep`; one that compresses nothing if there is none."""
+    return next((one for one in step.spec.transforms if isinstance(one, CompressionPlan)), CompressionPlan())
 
 
 def plan_of(model: nn.Module) -> CompressionPlan | None:

@@ -1,14 +1,12 @@
 """The techniques that a plan applies to a parameter or to a module's input: frozen values with pure functions.
 
-`seen(x, tensors, n)` is the value that the module sees instead of `x`; a mask's `pulled(grad, x, tensors)` takes the gradient of
-that value back to `x` and to its scores. `tensors` has masks and scores by their full names.
+Those of parameters are views (`fzero.model.transforms.ParamView`). `tensors` has masks and scores by their full names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,20 +24,12 @@ from fzero.compression.formulas import (
     top_share,
     uniform_noise,
 )
-from fzero.compression.plan import PulledGrad
+from fzero.model.transforms import Pulled, PulledGrad, Tensors
 
 PruningKind = Literal["sparse", "row", "head", "channel"]
-Tensors = Mapping[str, Tensor]
 
 MOMENTUM = 0.95
 """The weight of the former range in a static range of activations."""
-
-
-class Pulled(NamedTuple):
-    """A gradient on its way back: of the mask's input, and of its scores."""
-
-    grad: PulledGrad
-    of_scores: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +53,25 @@ class Quantize:
     salt: int | None = None
 
     @property
-    def scores(self) -> None:
-        """The scores that it trains: none."""
-        return None
+    def reads(self) -> tuple[str, ...]:
+        """See `ParamView`."""
+        return ()
 
     @property
-    def reads(self) -> None:
-        """The tensor that it reads besides the weight: none."""
-        return None
+    def trains(self) -> tuple[str, ...]:
+        """See `ParamView`."""
+        return ()
 
     @property
-    def made(self) -> None:
-        """The name of the mask that it makes: none."""
-        return None
+    def needs_input(self) -> bool:
+        """See `ParamView`."""
+        return False
 
     def bits(self, n: Number) -> Number:
         """The bits of a forward with n updates behind it, n ≥ offset."""
         return bits_at(n - self.offset, self.start_bits, self.target_bits, self.period)
 
-    def value(self, x: Tensor, n: Number) -> Tensor:
+    def quantized(self, x: Tensor, n: Number) -> Tensor:
         """The quantized weight, whatever the offset."""
         q = n - self.offset
         if isinstance(q, Tensor):
@@ -99,10 +89,18 @@ class Quantize:
             share, rest = share.to(x.device, x.dtype), rest.to(x.device, x.dtype)
         return x * share + values * rest
 
-    def seen(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
-        """See the module."""
+    def shared(self, x: Tensor, tensors: Tensors) -> Tensors:
+        """See `ParamView`."""
+        return {}
+
+    def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """See `ParamView`."""
         detached = x.detach()
-        return straight_through(choose(n >= self.offset, lambda: self.value(detached, n), detached), x)
+        return straight_through(choose(n >= self.offset, lambda: self.quantized(detached, n), detached), x)
+
+    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """See `ParamView`: the gradient passes through."""
+        return Pulled(grad)
 
     def __str__(self) -> str:
         bits = f"{self.target_bits}" if self.start_bits == self.target_bits else f"{self.start_bits}→{self.target_bits}"
@@ -132,14 +130,19 @@ class Mask:
     of_bias: bool = False
 
     @property
-    def scores(self) -> str | None:
-        """The scores that it trains."""
-        return self.source if self.trained else None
+    def reads(self) -> tuple[str, ...]:
+        """See `ParamView`."""
+        return (self.source,)
 
     @property
-    def reads(self) -> str:
-        """The tensor that it reads besides the weight."""
-        return self.source
+    def trains(self) -> tuple[str, ...]:
+        """See `ParamView`: the scores, if there are some."""
+        return (self.source,) if self.trained else ()
+
+    @property
+    def needs_input(self) -> bool:
+        """See `ParamView`."""
+        return self.trained
 
     def mask(self, tensors: Tensors) -> Tensor:
         """The mask in the shape of its source (bool)."""
@@ -147,11 +150,15 @@ class Mask:
         return top_share(source, self.ratio) if self.trained else source
 
     @property
-    def made(self) -> str:
-        """The name under which `tensors` may have what `make` returns."""
+    def _made(self) -> str:
+        """The name under which `tensors` may have what `_make` returns."""
         return f"{self.source}, mask"
 
-    def make(self, x: Tensor, tensors: Tensors) -> Tensor:
+    def shared(self, x: Tensor, tensors: Tensors) -> Tensors:
+        """See `ParamView`: the mask against x."""
+        return {self._made: self._make(x, tensors)}
+
+    def _make(self, x: Tensor, tensors: Tensors) -> Tensor:
         """The mask against the weight: bools, one for each element, or numbers of the dtype of `x`, weight or bias."""
         mask = self.mask(tensors)
         if self.kind == "sparse":
@@ -160,9 +167,9 @@ class Mask:
 
     def factor(self, x: Tensor, tensors: Tensors) -> Tensor:
         """The mask against `x`: the one in `tensors`, or a new one."""
-        made = tensors.get(self.made)
+        made = tensors.get(self._made)
         if made is None:
-            made = self.make(x, tensors)
+            made = self._make(x, tensors)
         return made.reshape(-1) if self.of_bias else made
 
     def over(self, x: Tensor, mask: Tensor) -> Tensor:
@@ -174,8 +181,8 @@ class Mask:
             return heads.expand(heads.shape[0], x.shape[1] // heads.shape[0]).reshape(1, -1)
         return mask
 
-    def seen(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
-        """See the module."""
+    def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """See `ParamView`."""
         is_on = n >= self.offset
         if is_on is False:
             return x
@@ -190,15 +197,15 @@ class Mask:
         scores = scores if is_on is True else torch.where(is_on, scores, 0.0)
         return x * self.over(x, straight_through(mask.to(x.dtype), scores))
 
-    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors) -> Pulled:
-        """See the module, from the offset on: what is masked gets no gradient; a score gets that of its mask."""
+    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """See `ParamView`: what is masked gets no gradient; a score gets that of its mask."""
         of_seen = grad.grad if grad.mask is None else masked(grad.grad, grad.mask)
         found = PulledGrad(of_seen, self.factor(of_seen, tensors))
         if not self.trained:
-            return Pulled(found, None)
+            return Pulled(found)
         assert x is not None
         scores = tensors[self.source]
-        return Pulled(found, self._summed(of_seen * x, scores).to(scores.dtype))
+        return Pulled(found, {self.source: self._summed(of_seen * x, scores).to(scores.dtype)})
 
     def _summed(self, x: Tensor, scores: Tensor) -> Tensor:
         """The sums of `x` over the elements of each part, in the shape of the scores."""

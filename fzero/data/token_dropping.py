@@ -178,7 +178,6 @@ class TokenDropping:
             named = dict(zip(kwargs, parts[len(args) :], strict=True))
             return kept.written_back(hidden, forward(*parts[: len(args)], **named), name)
 
-        dropped.fzero_bound = True  # type: ignore[attr-defined]
         return dropped
 
 

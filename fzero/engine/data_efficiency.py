@@ -69,7 +69,7 @@ class UsesDataEfficiency(Settings):
         found: dict[str, Any] = {}
         if self.random_ltd_scheduler is not None:
             self.random_ltd_scheduler.update_seq(int(self.state.step))
-            if self.train_step.spec.drop is None:
+            if "random_ltd" not in self.train_step.runtime.changes.texts:
                 warnings.warn(NOT_CONVERTED, ConfigWarning, stacklevel=4)
         if (drop := self.progressive_layer_drop) is not None:
             found |= drop.get_state()

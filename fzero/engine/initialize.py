@@ -32,12 +32,13 @@ from fzero.engine.divided_params import check_not_foreign, taken_over
 from fzero.engine.engine import Engine
 from fzero.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.engine.pipeline_engine import PipelineEngine, prepare
-from fzero.model.checkpointing import Choice
 from fzero.model.trainability import listed
+from fzero.model.transforms import Choice
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline
 from fzero.runtime.step_spec import StepSpec, bind, check_same
 from fzero.step import TrainStep
+from fzero.transforms.configured import configured
 from sharding import Mesh
 
 Source = Mapping[str, Any] | str | os.PathLike[str] | Config
@@ -163,17 +164,17 @@ def _log(engine: Engine, keys: EngineKeys) -> None:
         engine.log_line(str(engine.train_step.plan))
 
 
-def _step(model: nn.Module, cfg: Config, groups: Groups, **how: Any) -> TrainStep:
+def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice | None, **how: Any) -> TrainStep:
     spec = StepSpec(
-        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform, compress=_compression(cfg, model),
-        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, drop=dropping_of(model),
-        **how,
+        model=model, cfg=cfg, param_groups=groups.param_groups, transform=groups.transform,
+        transforms=configured(cfg, compress=_compression(cfg, model), drop=dropping_of(model), checkpoint=checkpoint),
+        trained=frozenset(n for n, p in model.named_parameters() if p.requires_grad) & groups.held, **how,
     )  # fmt: skip
     if not isinstance(model, PipelineModule):
         return TrainStep(spec, bind(None, spec.device))
     num_data = max(1, model.topology().get_dim("data"))
     mesh = Mesh.of(pipe=model.num_stages, data=num_data)
-    return TrainStep(replace(spec, pipeline=Pipeline()), bind(mesh, spec.device))
+    return TrainStep(replace(spec, parallelism=Pipeline()), bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:

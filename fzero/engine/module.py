@@ -25,6 +25,7 @@ from fzero.engine.parts import hold_parts, release_parts
 from fzero.resharding.parameters import full_params, with_weight
 from fzero.state import TrainState
 from fzero.step import AccumulationWindow, TrainStep
+from fzero.transforms.configured import with_blocks, with_dropping
 
 T = TypeVar("T")
 
@@ -168,14 +169,14 @@ class HoldsModule(Accessors):
                 f"engine.compile: takes a backend and no other arguments, got {compile_kwargs or others}; leave them out"
             )
         release_parts(self.module)  # compiled code would run through them
-        self._remake(compile="block", compile_backend=backend)
+        self._remake(compile="block", compile_backend=backend, transforms=with_blocks(self.train_step.spec.transforms))
 
     def random_ltd_initialize(self) -> None:
         """Drops tokens from here on in the layers that `convert_to_random_ltd` has noted in the module, which calls it.
 
         *Collective:* every rank.
         """
-        self._remake(drop=dropping_of(self.module))
+        self._remake(transforms=with_dropping(self.train_step.spec.transforms, dropping_of(self.module)))
 
     def _remake(self, **changes: Any) -> None:
         """Goes on with a step of a changed spec, which has the same states. *Collective:* every rank."""

@@ -4,7 +4,7 @@ The model runs in a `FakeTensorMode` in the configuration's dtypes, with or with
 operator allocates counts until it is freed: activations, other results of kernels, and the gradient of a parameter until a
 step would write it into its flat buffer. Parameters and the temporaries inside a kernel do not count. With
 `cpu_checkpointing` the inputs of checkpointed modules are copied to host memory and back as in a step on a GPU
-(`fzero.model.checkpointing.host_moves`), and count as host memory meanwhile. The operators are the CPU's,
+(`fzero.transforms.checkpointing.host_moves`), and count as host memory meanwhile. The operators are the CPU's,
 where attention without a mask is fused as on CUDA.
 
 A trace is cut into `TraceEvent`s where a parameter is read, is needed again or has its gradient: there a step gathers and
@@ -33,7 +33,6 @@ from fzero.config.config import Config
 from fzero.estimation.ledger import Device
 from fzero.model.binding import bound
 from fzero.model.changes import attributes_kept, replaced_forwards
-from fzero.model.checkpointing import Moves, Site, checkpointed, choose_modules
 from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
@@ -41,6 +40,7 @@ from fzero.plans.units import blocks_of
 from fzero.runtime.batches import map_tensors, without_memory
 from fzero.runtime.loss import LossFn, loss_of
 from fzero.storage.buffer_sizes import pinned_nbytes
+from fzero.transforms.checkpointing import Moves, Site, checkpointed, choose_modules
 from sharding.views import torch_dtype
 
 

@@ -8,7 +8,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,11 +30,13 @@ from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
+from fzero.model.transforms import ModelTransform
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.runtime.loss import LossFn
+from fzero.runtime.step_spec import StepSpec
 from sharding import Mesh
 from sharding.dtypes import itemsize
 
@@ -47,7 +49,7 @@ QUANTITIES = {
     "optimizer": "optimizer state",
     "comm hooks": "comm hooks",
     "gathers": "gather buffers",
-    "compressed": "compressed copies",
+    "views": "values of views",
     "reductions": "reduce buffers",
     "arrivals": "reduced shards",
     "kept": "kept buffers",
@@ -237,6 +239,7 @@ def compare_plans(
     machine: MachineModel | None = None,
     device: Device = "cuda",
     answers: Answers | None = None,
+    transforms: Sequence[ModelTransform] = (),
 ) -> Comparison:
     """Compares the bytes that a rank holds and sends, for all stages and placements of a configuration.
 
@@ -250,6 +253,7 @@ def compare_plans(
         machine: the rates of one rank, for the seconds of a step.
         device: where the model is; on the CPU, host memory is the device's memory, and working buffers stay in a pool.
         answers: what a rank generates at once between two steps; with it, that is counted (`Candidate.generating`).
+        transforms: see `make_train_step`; the model gets the tensors that they add.
 
     Raises:
         ConfigError: the configuration is invalid, in itself or for the model.
@@ -257,11 +261,13 @@ def compare_plans(
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # warns of keys that are not honoured
+    viewed = StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes.views if transforms else ()
     trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
     cache = None if answers is None else cache_nbytes(model, given, answers)
 
     def planned(name: str, keys: Keys) -> Candidate:
-        made = column(model, name, keys, world_size, mesh, trace=trace, machine=machine, device=device, cache=cache)
+        how: dict[str, Any] = {"trace": trace, "machine": machine, "device": device, "cache": cache, "viewed": viewed}
+        made = column(model, name, keys, world_size, mesh, **how)
         return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
 
     columns, refused = [], {}
@@ -300,12 +306,14 @@ def column(
     machine: MachineModel | None = None,
     device: Device = "cuda",
     cache: int | None = None,
+    viewed: Collection[str] = (),
 ) -> Candidate:
     """Plans one configuration.
 
     Args:
         trace: of the activations, with the same dtypes, checkpointing and device.
         cache: the bytes of keys and values while a rank generates; None does not count generation.
+        viewed: the parameters of which modules see other values, besides those that the configuration compresses.
 
     Raises:
         ConfigError: the configuration is not possible.
@@ -313,8 +321,8 @@ def column(
 
     planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
     cfg = quietly(keys)
-    compressed = compression(cfg, model).params if cfg.compresses else ()
-    step = dry_run(planned, trace, machine=machine, device=device, title=name, compressed=compressed)
+    seen = {*viewed, *(compression(cfg, model).params if cfg.compresses else ())}
+    step = dry_run(planned, trace, machine=machine, device=device, title=name, viewed=seen)
     generating = None if cache is None else Generating.after(planned, step, cache)
     return Candidate(name, keys, planned, step, memory_of(step), generating=generating)
 

@@ -7,9 +7,10 @@ lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from fzero.estimation.ledger import MemoryLedger
 from fzero.estimation.unit_events import Part, follow
@@ -17,7 +18,7 @@ from fzero.plans.dataflow import GradHome, Holds
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
 from fzero.plans.unit_scheduler import UnitScheduler
-from fzero.runtime.seen_compressed import kept_units, seen_numel
+from fzero.runtime.param_views import kept_units, seen_numel
 from fzero.storage.buffer_sizes import MOST_LEAVING
 from sharding.dtypes import itemsize
 
@@ -46,13 +47,13 @@ class DryPass:
     """Runs the micro-steps of one step on a ledger; `scheduler` decides what is executed when.
 
     Args:
-        compressed: the names of the parameters of which modules see other values (`compression_training`).
+        viewed: the names of the parameters of which modules see other values.
     """
 
-    def __init__(self, ledger: MemoryLedger, compressed: Collection[str] = ()) -> None:
-        self.ledger, self.plan, self._compressed = ledger, ledger.plan, compressed
-        self._kept = kept_units(self.plan, compressed) if compressed else frozenset[str]()
-        self._seen: dict[str, int] = {}  # bytes of compressed values, by unit
+    def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = ()) -> None:
+        self.ledger, self.plan, self._viewed = ledger, ledger.plan, viewed
+        self._kept = kept_units(self.plan, viewed) if viewed else frozenset[str]()
+        self._seen: dict[str, int] = {}  # bytes of the values of views, by unit
         self.scheduler = UnitScheduler(self.plan.inner.unit_rules, device=ledger.device)
         self._units = {unit.name: unit for unit in self.plan.units}
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
@@ -88,7 +89,7 @@ class DryPass:
             ledger.run_python("event")
         self.execute(follow(self.scheduler, part, backward, is_last=self.is_last))
         if part.unit and part.kind in ("fetch", "unpack"):
-            self._compress(part.unit)
+            self._view(part.unit)
         ledger.write()  # before anything is computed
         ledger.write(part.most)
         ledger.lanes.compute(ledger.label, part.seconds)
@@ -102,8 +103,31 @@ class DryPass:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes what the scheduler returned."""
-        for event in events:
-            EXECUTORS[event.kind](self, event.unit)
+        for kind, unit in events:
+            match kind:
+                case "gather":
+                    self._gather(unit)
+                case "prefetch_shards":
+                    self._prefetch(unit)
+                case "wait_gather":
+                    self._wait_gather(unit)
+                case "release":
+                    self._release(unit)
+                case "drop_gather":
+                    self._wait_gather(unit)
+                    self._release(unit)
+                case "collect":
+                    self._collect(unit)
+                case "reduce" | "keep":
+                    self._reduce(unit)
+                case "end_reduce":
+                    self._end_reduce()
+                case "boundary":
+                    pass
+                case "negotiate" | "depart" | "end" | "use" | "grad":
+                    raise AssertionError(f"a scheduler that follows an order returns no {kind}")
+                case _:
+                    assert_never(kind)
 
     # --- gathers -------------------------------------------------------------------------------------------------
 
@@ -157,15 +181,15 @@ class DryPass:
             self.ledger.add("gathers", -gather.shards)
             gather.shards = 0
 
-    def _compress(self, name: str) -> None:
-        """Adds what modules see of a unit's compressed parameters, unless it is there."""
-        numels = {} if name in self._seen else seen_numel(self._units[name], self._compressed)
+    def _view(self, name: str) -> None:
+        """Adds the values of the views of a unit's parameters, unless it is there."""
+        numels = {} if name in self._seen else seen_numel(self._units[name], self._viewed)
         if numels:
             self._seen[name] = sum(numel * itemsize(dtype) for dtype, numel in numels.items())
-            self.ledger.add("compressed", self._seen[name])
+            self.ledger.add("views", self._seen[name])
 
     def _forget(self, name: str) -> None:
-        self.ledger.add("compressed", -self._seen.pop(name, 0))
+        self.ledger.add("views", -self._seen.pop(name, 0))
 
     def _release(self, name: str) -> None:
         if name not in self._kept:
@@ -174,10 +198,6 @@ class DryPass:
         self.ledger.add("gathers", -gather.shards)
         for taken in gather.full:
             self.ledger.give(taken)
-
-    def _drop_gather(self, name: str) -> None:
-        self._wait_gather(name)
-        self._release(name)
 
     # --- gradients -----------------------------------------------------------------------------------------------
 
@@ -249,18 +269,3 @@ class DryPass:
         ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
             ledger.give(taken)
-
-
-EXECUTORS: dict[str, Callable[[DryPass, str], object]] = {
-    "gather": DryPass._gather,
-    "prefetch_shards": DryPass._prefetch,
-    "wait_gather": DryPass._wait_gather,
-    "release": DryPass._release,
-    "drop_gather": DryPass._drop_gather,
-    "boundary": lambda work, _: None,
-    "collect": DryPass._collect,
-    "keep": DryPass._reduce,
-    "reduce": DryPass._reduce,
-    "end_reduce": lambda work, _: work._end_reduce(),
-}
-"""What each kind of event does on a ledger."""

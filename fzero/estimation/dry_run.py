@@ -136,7 +136,7 @@ def dry_run(
     machine: MachineModel | None = None,
     device: Device = "cuda",
     title: str = "",
-    compressed: Collection[str] = (),
+    viewed: Collection[str] = (),
 ) -> DryRun:
     """Runs one step of a plan without tensors.
 
@@ -146,7 +146,7 @@ def dry_run(
         machine: the rates of one rank.
         device: where the model is; on the CPU the collectives are gloo's.
         title: of the timeline.
-        compressed: the parameters of which modules see other values (`CompressionPlan.params`).
+        viewed: the parameters of which modules see other values (`fzero.model.transforms.ParamView`).
     """
     machine = machine or MachineModel()
     parts = parts_of(plan.inner, trace, machine)
@@ -156,7 +156,7 @@ def dry_run(
         ledger = MemoryLedger(plan, machine, device, kept)
         kept = ledger.free
         ledger.write()
-        passes, ends = DryPass(ledger, compressed), list[float]()
+        passes, ends = DryPass(ledger, viewed), list[float]()
         with passes.gathered():
             for index in range(num):
                 passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)
@@ -190,7 +190,7 @@ COLORS = {
     "comm hooks": "#8c8c8c",
     "kept": "#d9d9d9",
     "gathers": "#8fc1e3",
-    "compressed": "#3f7d8c",
+    "views": "#3f7d8c",
     "reductions": "#f0b27a",
     "arrivals": "#e8927c",
     "streams": "#a3b86c",

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from fzero.comms.hangs.failures import meet
 from fzero.generation.lora import fuse_lora, merged
 from fzero.model.binding import bound
-from fzero.runtime.model_contexts import quantizing, seen_params
-from fzero.runtime.phases import inspecting
+from fzero.runtime.param_views import ParamViews
+from fzero.runtime.phases import call_of, inspecting
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
+from fzero.storage.shard_transfer import read_later
 from fzero.verbs import gather_flat
 from sharding import Replicated
 from sharding.views import unflatten
@@ -69,11 +70,12 @@ def generating(
     model, dtype = step.spec.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", calls_vary=True), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
-    params |= seen_params(step.runtime, state).among(params)
+    changes, call = step.runtime.changes, call_of(step.runtime, read_later(state.step), is_counted=False)
+    params |= ParamViews(changes.views, call.num_updates, state.buffers).among(params)
     versions = [flat._version for flat in flats]
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     fused = fuse_lora(model, params) if fuse else params
@@ -81,7 +83,7 @@ def generating(
     as_one = merged(model) if fuse else nullcontext()
     with (
         bound(model, step.plan.aliases, seen.__getitem__, buffers),
-        quantizing(step.runtime, state),
+        changes.bound(model, lambda: call),
         torch.no_grad(),
         casts,
         as_one,
@@ -101,8 +103,7 @@ def check_whole(step: TrainStep, call: str) -> None:
             f"{call}: step must be what make_train_step returned, got {type(step).__name__}; load what gather(state) "
             f"of simulated ranks returns into a plain model"
         )
-    stages = step.runtime.stages
-    if stages is not None and stages.num_stages > 1:
+    if not step.runtime.job.is_whole:
         raise ValueError(
             f"{call}: the step must have the whole model, and is that of a pipeline stage; save a checkpoint, and load it into a "
             f"step without pipeline="

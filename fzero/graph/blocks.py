@@ -1,4 +1,4 @@
-"""`CompiledBlocks`: units with a compiled forward in an otherwise eager step.
+"""`compiled_blocks`: the transform that gives units a compiled forward in an otherwise eager step.
 
 While the model is bound, the `forward` of each unit that is one module becomes a call of *one* compiled function, which
 takes the module, its parameters and its buffers as arguments. Blocks that differ only in their tensors share a
@@ -12,9 +12,10 @@ compiled forward. A block with hooks on modules inside it runs as it is, as do a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal
 
 import torch
 import torch._dynamo
@@ -22,24 +23,34 @@ from torch import Tensor, nn
 
 from fzero.graph.backends import eager_with_views, mend_reductions
 from fzero.model.binding import fill_flat_weights
-from fzero.model.changes import own_forward, replaced_forwards, with_own_code
+from fzero.model.changes import own_forward, with_own_code
 from fzero.model.own_params import as_plain
-from fzero.runtime.step_spec import StepSpec
+from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
+from fzero.plans.units import blocks_of
 
 
-class CompiledBlocks:
+def compiled_blocks(spec: TransformedStep) -> Changes:
+    """See `ModelTransform`: compiles the units that are one module each. A step in one graph compiles them in it."""
+    names = blocks_of(spec.model, spec.units)
+    if not names:
+        raise ValueError(
+            f"compile: 'block' needs units that are one module, and {type(spec.model).__name__} has no repeated blocks; "
+            f"name modules in units=, or pass compile='step'"
+        )
+    blocks = _CompiledBlocks(names, spec.compile_backend)
+    return Changes(name="compiled blocks", forwards=blocks.forwards)
+
+
+class _CompiledBlocks:
     """The compiled forward of some modules.
 
     Args:
         names: of the modules in the model.
         backend: of torch.compile.
-        num_lengths: how many lengths of their inputs are expected, each of which is compiled.
     """
 
-    def __init__(
-        self, names: Sequence[str], backend: Literal["inductor", "aot_eager"], *, num_lengths: int = 0
-    ) -> None:
-        self.names, self._num_lengths, self._is_warned = tuple(names), num_lengths, False
+    def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
+        self._names, self._is_warned = tuple(names), False
         if backend == "inductor":
             mend_reductions()
         # fallback_random: the random numbers of the eager step.
@@ -47,23 +58,16 @@ class CompiledBlocks:
         compiler: Any = backend if backend == "inductor" else eager_with_views
         self._run = torch.compile(with_own_code(_run_block), dynamic=False, backend=compiler, options=options or None)
 
-    @classmethod
-    def of(cls, spec: StepSpec) -> Self:
-        """The blocks that a step compiles."""
-        num_lengths = 0 if spec.drop is None else len(spec.drop.lengths)
-        return cls(spec.blocks_to_compile, spec.compile_backend, num_lengths=num_lengths)
-
-    @contextmanager
-    def applied(self, model: nn.Module) -> Iterator[None]:
-        """In the body, the modules of a bound model run compiled; afterwards the model is as before."""
-        with replaced_forwards(model, self.names, self._forward_of):
-            yield
-
-    def _forward_of(self, name: str, block: nn.Module) -> Callable[..., Any]:
-        own = own_forward(block)
+    def forwards(self, call: Call) -> Mapping[str, Wrap]:
+        """See `Changes`. Each length of inputs that a transform holds constant is compiled."""
+        if call.in_graph or not call.is_counted:
+            return {}
         # Modules that differ in an attribute (a layer's number) are compiled one by one.
-        most = 8 + 2 * len(self.names) * (1 + self._num_lengths)
+        most = 8 + 2 * len(self._names) * (1 + call.num_constants)
+        return dict.fromkeys(self._names, partial(self._forward_of, most))
 
+    def _forward_of(self, most: int, name: str, block: nn.Module) -> Callable[..., Any]:
+        own = own_forward(block)
         forward_only = _ForwardOnly(block)
 
         def forward(*args: Any, **kwargs: Any) -> Any:

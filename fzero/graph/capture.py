@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from types import FunctionType
@@ -158,12 +158,11 @@ class CompiledStep:
         stacked: Stacked | None = None,
     ) -> None:
         self.functions = StepFunctions(run, transforms, stacked)
-        self.checkpoint = () if run.checkpointing is None else tuple(run.checkpointing.names)
+        self.checkpoint = run.changes.recomputed
         self.backend, self.options = backend, pass_options(run.plan)
         self.axes, self.graphs = self.functions.axes, list[Graph]()
-        drop, axis = run.spec.drop, run.ranks
-        self._runtime, self._stacked = run, stacked
-        self.most_graphs = MOST_GRAPHS + (0 if drop is None else len(drop.lengths))
+        self._runtime, self._stacked, axis = run, stacked, run.ranks
+        self.most_graphs = MOST_GRAPHS + run.changes.num_constants
         self._units = {buffer.key: unit.name for unit in run.plan.units for buffer in unit.buffers}
         self._compiled: dict[str, list[Compiled]] = {}
         self._observers = (axis.observe,) if isinstance(axis, ProcessAxis) and axis.observe is not None else ()
@@ -226,12 +225,12 @@ class CompiledStep:
     def _run(self, name: str, state: State, *further: Any) -> Any:
         """Runs one of the `StepFunctions`, captured if need be. Only the `further` arguments may differ in their shapes."""
         function = getattr(self.functions, name)
-        length = 0
-        if self._runtime.spec.drop is not None and name in ("full_step", "gradients", "micro_step"):
-            self.functions.model.length = length = self._runtime.spec.drop.length(int(state.step.reshape(-1)[0]))
+        constants: tuple[Hashable, ...] = ()
+        if self._runtime.changes.num_constants and name in ("full_step", "gradients", "micro_step"):
+            constants = self.functions.model.constants = self._runtime.changes.constants(int(state.step.reshape(-1)[0]))
         if self.backend is None:
             return function(state, *further)
-        kind, known = ArgumentKind.of((further, length)), self._compiled.setdefault(name, [])
+        kind, known = ArgumentKind.of((further, constants)), self._compiled.setdefault(name, [])
         compiled = next((one for one in known if one.misfit(kind) is None), None)
         if compiled is None:
             if len(known) == self.most_graphs:
@@ -281,7 +280,7 @@ class CompiledStep:
     def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
         numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
-        self.functions.model.length = 0 if self._runtime.spec.drop is None else self._runtime.spec.drop.length(0)
+        self.functions.model.constants = self._runtime.changes.constants(0)
         if len(micro_batches) == 1:
             return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
         known: dict[ArgumentKind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph

@@ -22,18 +22,16 @@ from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
-from fzero.compression.inputs import quantized_inputs
-from fzero.compression.plan import CompressionPlan
 from fzero.graph.impure import check_caches, check_class, check_not_kept
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
 from fzero.model.fetched_parameters import marks_of, new_marks
 from fzero.model.own_params import check_unchanged, own_class
+from fzero.model.transforms import Call
 from fzero.runtime.loss import loss_of
 from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.token_dropping import replacing
 from fzero.state import TrainState
 from fzero.verbs import start_gather
 
@@ -48,12 +46,12 @@ class ModelInGraph:
         mesh, ranks: on which it gathers, and runs.
 
     Attributes:
-        length: the number of tokens that layers keep which drop tokens.
+        constants: the numbers of transforms that the present graph holds.
     """
 
     def __init__(self, run: StepRuntime, mesh: AxisMesh[Any], ranks: OneRank | Stacked) -> None:
         spec, plan = run.spec, run.plan
-        self._run, self._compress, self.length = run, spec.compress or CompressionPlan(), 0
+        self._run, self.constants = run, run.changes.constants(0)
         self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
@@ -156,32 +154,27 @@ class ModelInGraph:
         return tensors
 
     def _see(self, tensors: Mapping[str, Tensor], n: Tensor) -> See:
-        """The function that gives what modules see of a compressed parameter; a value is computed where it is first read."""
-        plan, found = self._compress, dict[str, Tensor]()
+        """The function that gives what modules see of a parameter with views; a value is computed where it is first read."""
+        views, found = self._run.changes.views, dict[str, Tensor]()
 
         def see(name: str) -> Tensor:
             if name not in found:
                 with torch.fx.traceback.annotate(SEEN):
-                    found[name] = as_parameter(plan.seen(name, tensors[name], n.to(self._run.device), tensors), name)
+                    value = tensors[name]
+                    for view in views[name]:
+                        value = view.value(value, tensors, n.to(self._run.device))
+                    found[name] = as_parameter(value, name)
             return found[name]
 
         return see
 
-    def _dropping(self, n: Tensor, micro: Tensor) -> AbstractContextManager[None]:
-        """In the body, the layers that drop tokens do so."""
-        if self._run.spec.drop is None:
-            return nullcontext()
-        from fzero.data.token_dropping import Draw  # a step without dropped tokens does not load it
-
-        rank = self._ranks.rank if isinstance(self._ranks, Stacked) else self._run.rank
-        draw = Draw(self.length, n.to(self._run.device), micro.to(torch.int64), rank, self._run.plan.num_micro_steps)
-        return replacing(self._run.spec.model, self._run.spec.drop, lambda: draw)
-
-    def _quantizing(self, n: Tensor) -> AbstractContextManager[None]:
-        """In the body, modules see quantized inputs, if the plan says so."""
-        if not self._compress.inputs:
-            return nullcontext()
-        return quantized_inputs(self._run.spec.model, self._compress, n.to(self._run.device))
+    def _call(self, n: Tensor, micro: Tensor) -> Call:
+        run, ranks = self._run, self._ranks
+        return Call(
+            num_updates=lambda: n.to(run.device), micro=lambda: micro.to(torch.int64), in_graph=True, device=run.device,
+            rank=ranks.rank if isinstance(ranks, Stacked) else run.rank, num_micro=run.plan.num_micro_steps,
+            aliases=run.plan.aliases,
+        )  # fmt: skip
 
     def _forward(
         self, tensors: dict[str, Tensor], buffers: dict[str, Tensor], batch: Any, n: Tensor, micro: Tensor
@@ -212,19 +205,23 @@ class ModelInGraph:
     def _bound(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, micro: Tensor
     ) -> Iterator[None]:
-        """In the body, the model computes with `tensors`, as the compression shows them, and `buffers`; it writes into these."""
-        see, present = self._see(tensors, n), {**buffers}
+        """In the body, the model computes with `tensors`, as their views show them, and `buffers`; it writes into these."""
+        run, present = self._run, {**buffers}
+        see, views = self._see({**buffers, **tensors}, n), run.changes.views
 
         def fetch(name: str) -> Tensor:
             if name not in tensors:
                 raise late("parameter", name)
-            return see(name) if name in self._compress.params else tensors[name]
+            return see(name) if name in views else tensors[name]
 
         homes = {memory_of(x) for x in tensors.values() if x.numel()}
-        with self._run.binding.to(fetch, present), self._quantizing(n), self._dropping(n, micro):
+        with (
+            run.binding.to(fetch, present),
+            run.changes.bound(run.spec.model, lambda: self._call(n, micro), self.constants),
+        ):
             yield
-            check_no_views(self._run.spec.model, lambda x: memory_of(x) in homes)
-            check_caches(self._run.spec.model, self._run.plan.aliases, buffers)
+            check_no_views(run.spec.model, lambda x: memory_of(x) in homes)
+            check_caches(run.spec.model, run.plan.aliases, buffers)
         for name, buffer in buffers.items():
             if present[name] is not buffer:  # the model has assigned it
                 buffer.copy_(present[name])

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import Tensor, nn
 
 from fzero.common import random_states
-from fzero.compression.plan import is_added
 
 
 def filled(
-    module: nn.Module, prefix: str, init_fn: Callable[[nn.Module], object] | None, seed: int, device: torch.device
+    module: nn.Module,
+    prefix: str,
+    init_fn: Callable[[nn.Module], object] | None,
+    seed: int,
+    device: torch.device,
+    *,
+    added: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """The values of a module's own tensors, filled under the module's seed; the module itself is left on `meta`."""
+    """The values of a module's own tensors, filled under the module's seed; the module itself is left on `meta`.
+
+    Args:
+        added: names of tensors that get their values elsewhere.
+    """
     where = f"module {prefix or '(root)'!r} ({type(module).__name__})"
     fill = getattr(module, "reset_parameters", None) if init_fn is None else functools.partial(init_fn, module)
     if fill is None:
@@ -38,7 +47,7 @@ def filled(
         finally:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers
     dot = f"{prefix}." if prefix else ""
-    values = {dot + k: tensor.detach() for k, tensor in filled.items() if tensor is not None and not is_added(k)}
+    values = {dot + k: x.detach() for k, x in filled.items() if x is not None and dot + k not in added}
     for name, tensor in values.items():
         if tensor.is_floating_point() and bool(tensor.isnan().any()):
             raise ValueError(f"init: {where} leaves {name!r} without values; pass an init_fn= that fills it")

@@ -21,6 +21,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.model.meta_modules import filled
 from fzero.model.own_params import full_values
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -56,22 +57,22 @@ class StateBuilder:
         Args:
             params, init_fn: see `given` and `init_fn` of `values`.
         """
-        world, compress = mesh.world, self.spec.compress
+        world, changes = mesh.world, self.spec.changes
         if params is not None:
             _check_names(self.spec.model, params)
         files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
-        masks: dict[str, Tensor] = {}
+        made: dict[str, Tensor] = {}
         for unit in self.plan.units:
             names = [name for buffer in unit.buffers for name in buffer.layout.names]
             values = self.values(names, params, init_fn)
             for buffer in unit.buffers:
                 for part, tensors in self._buffer(buffer, values, files, world).items():
                     state[part][buffer.key] = tensors
-            masks |= {} if compress is None else compress.first_masks(values)
+            made |= changes.first_buffers(values)
             del values  # frees them before the next unit's are made
         found = self.values(list(self.plan.buffers), params, init_fn)
-        found |= {name: mask for name, mask in masks.items() if not found[name].any()}
+        found |= {name: tensor for name, tensor in made.items() if not found[name].any()}
         buffers = {
             name: _from_rank_0(found[name].to(torch_dtype(spec.dtype), copy=True), world, name)
             for name, spec in self.plan.buffers.items()
@@ -203,7 +204,7 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and (extra := self._extra(name, own)) is not None:
+            elif (given is not None or own.is_meta) and (extra := self.spec.changes.first_value(name, own)) is not None:
                 values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
                 raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
@@ -211,16 +212,11 @@ class StateBuilder:
                 values[name] = full_values(own).to(self.device)
             else:
                 if prefix not in initialised:
-                    from fzero.model.meta_modules import filled  # a model with values does not load it
-
-                    initialised[prefix] = filled(module, prefix, init_fn, self.spec.seed, self.device)
+                    initialised[prefix] = filled(
+                        module, prefix, init_fn, self.spec.seed, self.device, added=self.spec.changes.added
+                    )
                 values[name] = initialised[prefix][name]
         return values
-
-    def _extra(self, name: str, like: Tensor) -> Tensor | None:
-        """The first value of a tensor that compression adds."""
-        compress = self.spec.compress
-        return None if compress is None else compress.first_extra(name, like)
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
         """The initial states of the comm hooks of reductions, by flat buffer and axis."""

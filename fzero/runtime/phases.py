@@ -1,7 +1,7 @@
-"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and evaluation.
+"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and inspection.
 
-`TrainStep` documents them for users. `forward_backward` composes the first four for a batch; a loop that runs its own code
-between the parts calls them one by one, on an `AccumulationWindow`.
+`TrainStep` documents them for users. `fzero.runtime.programs.Eager` composes the first four for a batch; a loop that runs its own
+code between the parts calls them one by one, on an `AccumulationWindow`.
 
 Shape letters: A micro-steps, W ranks.
 """
@@ -9,7 +9,7 @@ Shape letters: A micro-steps, W ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,22 +22,24 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
-from fzero.model.binding import is_bound, random_state
+from fzero.model.binding import is_bound
 from fzero.model.own_params import OwnGrads, check_unchanged
+from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
-from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
-from fzero.runtime.model_contexts import dropping, quantizing, seen_params, with_blocks
+from fzero.runtime.learned import hold
+from fzero.runtime.loss import loss_of, loss_row
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
+from fzero.runtime.param_views import ParamViews
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard, read_later
-from fzero.storage.state_form import check_not_donated
+from fzero.storage.state_memory import check_not_donated
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -77,22 +79,9 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
-    stages = run.stages
-    micro_batches = list(run.batches.split(batch)) if stages is None else stages.micro_batches(run, state, batch)
+    micro_batches = run.program.split(run, state, batch)
     _enter(run, state)
     return state if run.spec.donate else optree.tree_map(torch.clone, state), micro_batches
-
-
-def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-    """The forwards and backwards of an eager step. *Collective:* every rank."""
-    window = _window(run, state, measures_early=True)
-    with random_state(state.rng, run.device) as rng, bound_throughout(run, window) as window:
-        for index, micro_batch in enumerate(micro_batches):
-            loss, weight = forward(run, window, partial(_loss, run, micro_batch))
-            # A mean is divided here. A sum is divided in the update, when all weights are known.
-            num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
-            window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
-    return collect(run, window, rng)
 
 
 # --- its parts ---------------------------------------------------------------------------------------------------
@@ -102,7 +91,7 @@ def begin(run: StepRuntime, state: State, *, measures_early: bool) -> Accumulati
     """See `TrainStep.begin`."""
     _check_state(run, state)
     _enter(run, state)
-    return _window(run, state, measures_early=measures_early)
+    return open_window(run, state, measures_early=measures_early)
 
 
 def _check_state(run: StepRuntime, state: State) -> None:
@@ -126,25 +115,24 @@ def _enter(run: StepRuntime, state: State) -> None:
     run.learned.origin.leave(partial(differing, run, state))
 
 
-def _window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+    """An accumulation window of a state that is checked already; see `TrainStep.begin`."""
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.spec.model)
     if learned.leaves or any(each.is_held for each in learned.lingering):
-        from fzero.runtime.kept_tensors import hold
-
         hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
-    transfer = run.offload.transfer(run.scratch)
+    transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
     work = ForwardBackward(
         run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
         hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
-        seen=seen_params(run, state, keeps=True),
+        seen=ParamViews(run.changes.views, num_updates, state.buffers, units=run.plan),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
-    return AccumulationWindow(state, work, buffers, before, read_later(state.step))
+    return AccumulationWindow(state, work, buffers, before, num_updates)
 
 
 def forward(
@@ -296,7 +284,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
     learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.spec.ranges
+        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.changes.ranges
     )
     learned.own_grads = None
     hook_states: dict[str, Any] = work.reductions.hook_states
@@ -332,9 +320,8 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
         if number is None
     ]
     rest = map(run.rules.loss.of_shard, transfer.each(unknown))
-    measured = [next(rest) if number is None else number for number in known]
-    if run.stages is not None:
-        measured = run.stages.joined(measured, run.device)
+    own = [next(rest) if number is None else number for number in known]
+    measured = run.job.norm_parts(own, run.device)
     stack = partial(mesh.stack, label=Label("norm", phase="update"))
     return norm_parts(run.rules.loss, measured, mesh.num_shards, stack=stack, device=run.device)
 
@@ -354,34 +341,10 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 # --- without gradients -------------------------------------------------------------------------------------------
 
 
-def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
-    """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
+def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
+    """See `TrainStep.evaluate`."""
     _check_read(run, state)
-    if run.stages is not None:
-        return run.stages.evaluate(run, state, batch)
-    meet("TrainStep.evaluate", run.mesh.world)
-    model = run.spec.model
-    modes = [(module, module.training) for module in model.modules()]
-
-    def loss_of_batch() -> tuple[Tensor, Tensor | None]:
-        model.eval()  # here, because the model's own eval() may read its tensors
-        return _loss(run, batch)
-
-    try:
-        with torch.no_grad(), random_state(state.rng, run.device):
-            if program is None:
-                loss, weight = _inspect(run, state, loss_of_batch, "evaluate")
-            else:
-                model.eval()
-                loss, weight = program.evaluate(run, state, batch)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    row = loss_row(loss, weight, run.learned.num_passes)
-    stats_W3 = collectives.stack(row, run.mesh.world, label=Label("loss_stats", phase="boundary"))
-    check_passes(stats_W3[:, 2])
-    check_rows(stats_W3[:, :2], is_sum=weight is not None)
-    return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
+    return run.program.evaluate(run, state, batch)
 
 
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
@@ -390,37 +353,32 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
     _check_read(run, state)
     if run.plan.row.shards("params"):
         meet("TrainStep.inspect", run.mesh.world)
-    return _inspect(run, state, function, kind)
-
-
-def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     with inspecting(run, state, kind):
         return function()
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, calls_vary: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        generates: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
-            negotiate the order of the gathers instead of learning it, and no layer drops tokens.
+        calls_vary: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
+            negotiate the order of the gathers instead of learning it, and transforms do not count the forwards.
     """
     learned = run.learned
     transfer = run.offload.transfer(run.scratch)
-    seen = seen_params(run, state)
-    known = learned.negotiating() if generates else learned
+    call = call_of(run, read_later(state.step), is_counted=not calls_vary)
+    seen = ParamViews(run.changes.views, call.num_updates, state.buffers)
+    known = learned.negotiating() if calls_vary else learned
     params = run.inner_params(state.params, transfer)
     work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
     learned.num_passes += params is not state.params or not work.gathers_nothing
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     with (
         run.binding.to(work.fetch, buffers),
-        quantizing(run, state),
-        with_blocks(run),
-        nullcontext() if generates else dropping(run, state.step, lambda: (0,)),
+        run.changes.bound(run.spec.model, lambda: call),
         work.forward(kind, saves=False, compares=_compares(run, kind)),
     ):
         yield
@@ -445,23 +403,24 @@ def _compares(run: StepRuntime, kind: str) -> bool:
     return kind not in run.learned.compared or run.spec.check_params == "always"
 
 
-def _checkpointing(run: StepRuntime, window: AccumulationWindow) -> Any:
-    if run.checkpointing is None:
-        return nullcontext()
-    return run.checkpointing.applied(
-        run.spec.model, device=run.device, recomputing=partial(recomputing, window.work), aliases=run.plan.aliases,
-        moving=run.learned.moving_buffers,
+def call_of(
+    run: StepRuntime, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any
+) -> Call:
+    """The forwards of a step on this rank, for transforms; see `Call`."""
+    return Call(
+        num_updates=num_updates, micro=micro, rank=run.ranks.rank, num_micro=run.plan.num_micro_steps,
+        device=run.device, aliases=run.plan.aliases, **how,
     )  # fmt: skip
 
 
 @contextmanager
 def bound_throughout(run: StepRuntime, window: AccumulationWindow) -> Iterator[AccumulationWindow]:
     """Binds the model once for all forwards and backwards of a window, where it can; yields the window."""
-    # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding; it may drop tokens of its own.
-    if window.buffers or run.learned.own_grads is not None or run.spec.drop is not None:
+    # What a forward assigns to module buffers, or writes into `.grad`, is known after its binding.
+    if window.buffers or run.learned.own_grads is not None or run.changes.is_by_forward:
         yield window
         return
-    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.spec.compress)
+    window.work.given.share(run.plan.num_micro_steps > 1 and window.work.gathers_nothing and not run.changes.views)
     with bound_to(run, window, lambda: ()):
         yield window._replace(is_bound=True)
 
@@ -472,17 +431,27 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[]
     if window.is_bound:
         yield
         return
-    with (
-        run.binding.to(window.work.fetch, window.buffers),
-        quantizing(run, window.state),
-        with_blocks(run),
-        _checkpointing(run, window),
-        dropping(run, window.state.step, forwards),  # around the others: they see the kept tokens
-    ):
+
+    def call() -> Call:
+        how: dict[str, Any] = {"again": partial(recomputing, window.work), "moving": run.learned.moving_buffers}
+        return call_of(run, window.num_updates, micro=lambda: _only(forwards()), **how)
+
+    with run.binding.to(window.work.fetch, window.buffers), run.changes.bound(run.spec.model, call):
         yield
 
 
-def _loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
+def _only(forwards: Collection[int]) -> int:
+    """The one forward that runs, or of which a backward runs parts again."""
+    if len(forwards) != 1:
+        raise RuntimeError(
+            f"transforms: a backward that runs modules again must be of one forward where a transform depends on its number (as "
+            f"random_ltd does, for the tokens to keep), got one of {len(forwards)}; call backward for each forward, or "
+            f"checkpoint the layers themselves and nothing around them (activation_checkpointing)"
+        )
+    return next(iter(forwards))
+
+
+def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
     """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
     try:
         return loss_of(

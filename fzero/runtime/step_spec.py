@@ -22,34 +22,37 @@ from fzero.comms.axes import ProcessAxis, RankAxis
 from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import check_backend, join
 from fzero.comms.records import Label
-from fzero.config.config import Config, ConfigError
+from fzero.config.config import ConfigError
 from fzero.config.fields import compared
 from fzero.model.held_tensors import Held, find_held
 from fzero.model.own_params import check_tensors
+from fzero.model.transforms import AllChanges, ModelTransform
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import PlanSpec
-from fzero.plans.units import blocks_of
 from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.update import rate_of
 from sharding import Mesh
 
 if TYPE_CHECKING:
-    from fzero.compression.plan import CompressionPlan
-    from fzero.data.token_dropping import TokenDropping
-    from fzero.model.checkpointing import Checkpointing, Choice
     from fzero.optim.lr_schedules import Schedule
     from fzero.plans.staged import StagedPlan
 
 
-class Pipelined(Protocol):
-    """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+class Parallelism(Protocol):
+    """How a model is divided among the ranks of a job (`fzero.parallelism`)."""
 
-    def plan(self, spec: StepSpec, mesh: Mesh, /) -> StagedPlan:
-        """The plans of all stages."""
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks run the same program, on tensors of the same shapes."""
         ...
 
-    def runtime(self, spec: StepSpec, world: Any, /) -> Any:
-        """The `StepRuntime` of this rank's stage."""
+    def staged(self, spec: StepSpec, mesh: Mesh, own: Plan, /) -> StagedPlan:
+        """The plans of all parts of the model; `own` is the plan of this rank."""
+        ...
+
+    def runtime(self, spec: StepSpec, axis: Any, /) -> Any:
+        """The `StepRuntime` of this rank. *Collective:* every rank."""
         ...
 
 
@@ -79,13 +82,6 @@ class StepSpec(PlanSpec):
     schedule: Literal["learned", "negotiated"] = "learned"
     """`"learned"` fixes the order of collectives in the first step that runs all blocks. `"negotiated"` agrees on it in every
     step, for models whose units run in a data-dependent order; slower, and nothing is prefetched."""
-    checkpoint: Choice | None = None
-    """The modules for activation checkpointing. Such a module keeps only its inputs, and runs again in the backward. A number n
-    picks every n-th unit that is one module (a repeated block, or one named in `units`): 1 picks all of them, 2 the first, the
-    third and so on. A function of a module's name and the module picks the outermost modules for which it is true. Each should
-    be no larger than a unit, because all parameters that it uses are gathered while its backward runs. None is
-    `activation_checkpointing.every`. The numbers stay the same, bit for bit (with generated code: to rounding). With
-    `compile="step"` the model must call each module itself, not its `forward`."""
     compile: Literal["step", "block"] | None = None
     """`"step"` captures the whole step as one graph (two with gradient accumulation), which updates the state in place; if
     optimizer state lives in other memory, the graph ends before the update, and parameters must be on the device. `"block"`
@@ -102,12 +98,10 @@ class StepSpec(PlanSpec):
     """The seed of initial values on `meta` (equal on all ranks) and of dropout (different on each rank)."""
     home: torch.device | None = None
     """The device for a model on `meta`; None is the accelerator, if there is one."""
-    compress: CompressionPlan | None = None
-    """The compression of parameters; None if nothing is compressed."""
-    drop: TokenDropping | None = None
-    """The layers that see a part of the tokens."""
-    pipeline: Pipelined | None = None
-    """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
+    transforms: tuple[ModelTransform, ...] = ()
+    """The transforms of the model, in the order of their application (`fzero.model.transforms`)."""
+    parallelism: Parallelism | None = None
+    """How `model` is divided among the ranks; None leaves it whole (`fzero.parallelism.parallelism_of`)."""
     held: tuple[Held, ...] | None = None
     """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
@@ -124,15 +118,6 @@ class StepSpec(PlanSpec):
         check_tensors(self.model)
         if self.held is None:
             object.__setattr__(self, "held", find_held(self.model))
-        if self.compile == "block" and self.compress is not None and self.compress.inputs:
-            raise ConfigError(
-                "compression_training.activation_quantization: must be off with compile='block', whose blocks would be "
-                "compiled in every step, got it on; pass compile='step', or leave compile out"
-            )
-        if self.compile is not None:
-            from fzero.runtime.token_dropping import check_lengths  # many lengths are many graphs
-
-            check_lengths(self.cfg, self.drop, self.compile)
         _check_schedule(self.lr_schedule)
 
     def check_placements(self, the_plan: Plan) -> None:
@@ -203,7 +188,7 @@ class StepSpec(PlanSpec):
         if cfg.scheduler is not None and self.lr_schedule is None:
             schedulers = cfg.scheduler.for_groups(len(optimizers))
             return [one.rate(group.lr) for one, group in zip(schedulers, optimizers, strict=True)]
-        return [_rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
+        return [rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
 
     @cached_property
     def group_names(self) -> list[str]:
@@ -231,32 +216,9 @@ class StepSpec(PlanSpec):
         return momentum
 
     @cached_property
-    def checkpointing(self) -> Checkpointing | None:
-        """The modules that run again in the backward, and the memory of their inputs; None if there are no such modules."""
-        field, choice, block = "checkpoint", self.checkpoint, self.cfg.activation_checkpointing
-        if choice is None:
-            field, choice = "activation_checkpointing.every", block.every
-        if choice is None and not block.cpu_checkpointing:
-            return None
-        from fzero.model.checkpointing import (  # a step without such modules does not load it
-            Checkpointing,
-            choose_modules,
-            host_moves,
-        )
-
-        names = choose_modules(self.model, choice, blocks=blocks_of(self.model, self.units), field=field)
-        return Checkpointing(names, host_moves(self.device) if block.cpu_checkpointing else None)
-
-    @property
-    def blocks_to_compile(self) -> list[str]:
-        """The units that are one module each."""
-        names = blocks_of(self.model, self.units)
-        if not names:
-            raise ValueError(
-                f"compile: 'block' needs units that are one module, and {type(self.model).__name__} has no repeated blocks; "
-                f"name modules in units=, or pass compile='step'"
-            )
-        return names
+    def changes(self) -> AllChanges:
+        """What the transforms change in the model; the first use adds their tensors to its modules."""
+        return AllChanges([transform(self) for transform in self.transforms])
 
     def measures(self, world_size: int) -> LossRules:
         """The rules of loss, norm and clipping for `world_size` ranks."""
@@ -270,11 +232,6 @@ class StepSpec(PlanSpec):
             is_inf=cfg.gradient_norm_type == "inf",
             scales_loss=cfg.scales_loss,
         )
-
-    @property
-    def ranges(self) -> frozenset[str]:
-        """The module buffers that hold (min, max) of quantized inputs."""
-        return frozenset() if self.compress is None else self.compress.ranges
 
     @cached_property
     def statistics(self) -> set[str]:
@@ -320,11 +277,9 @@ class StepSpec(PlanSpec):
                 "schedule": self.schedule,
                 "optimizers": str(self.optimizers),
                 "updates": "; ".join(own.outcome for own in self.optimizers if isinstance(own, UserTransform)),
-                "checkpoint": ", ".join(self.checkpointing.names) if self.checkpointing is not None else "",
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
-                "compression": str(self.compress or "no compression"),
-                "random_ltd": str(self.drop),
+                **self.changes.texts,
                 "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
             },
             "torch": {"version": str(torch.__version__)},
@@ -367,16 +322,6 @@ def check_same(
                 )
 
 
-def noted_dropping(cfg: Config, model: nn.Module) -> TokenDropping | None:
-    """The layers of a model that drop tokens; see `fzero.runtime.token_dropping.noted_dropping`."""
-    blocks = (cfg.data_efficiency, cfg.curriculum_learning, cfg.progressive_layer_drop)
-    if all(block is None for block in blocks) and "token_dropping" not in getattr(model, "__dict__", ()):
-        return None
-    from fzero.runtime.token_dropping import noted_dropping  # a step without these does not load it
-
-    return noted_dropping(cfg, model)
-
-
 def _check_choice(field: str, value: Any, known: tuple[Any, ...]) -> None:
     if value not in known:
         choices = " or ".join(map(repr, known))
@@ -396,17 +341,3 @@ def _check_schedule(schedule: Schedule | None) -> None:
         raise ValueError(
             f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
         )
-
-
-def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
-    if schedule is None:
-        return lambda n: lr
-    if lr == base:
-        return schedule
-    if base == 0:
-        raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
-            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
-        )
-    return lambda n: schedule(n) * (lr / base)

@@ -10,7 +10,7 @@ from compressing import ALL, HEADS, Net, data, net, settings, technique
 from torch import Tensor, nn
 
 import fzero
-from fzero.compression import clean, compression, quantized_inputs, shrunk
+from fzero.compression import clean, compression, compression_of, quantized_inputs, shrunk
 
 SHRINKING = {
     "row_pruning": technique({"dense_ratio": 0.5}, ["up"], [["down"]], method="topk", schedule_offset=0),
@@ -29,14 +29,14 @@ def after(techniques: dict[str, Any], num_steps: int = 3) -> tuple[Any, Any]:
 def test_cleaned_weights_compute_what_the_compressed_model_does_bit_for_bit() -> None:
     step, state = after(ALL)
     weights = step.gather(state)
-    small = clean(weights, step.spec.compress, num_updates=3)
+    small = clean(weights, compression_of(step), num_updates=3)
     model = net(9)
     model.load_state_dict(small)  # strict: the tensors of techniques are gone
     model.eval()
-    ranges = {name: weights[f"{name}.x_min_max"] for name in step.spec.compress.inputs}
+    ranges = {name: weights[f"{name}.x_min_max"] for name in compression_of(step).inputs}
     for name, bounds in ranges.items():
         model.get_submodule(name).register_buffer("x_min_max", bounds)
-    with quantized_inputs(model, step.spec.compress), torch.no_grad():
+    with quantized_inputs(model, compression_of(step)), torch.no_grad():
         assert torch.equal(model(*data(7)), step.evaluate(state, data(7)))
     masked = small["blocks.0.mlp.up.weight"]
     assert int((masked.abs().sum(1) > 0).sum()) <= 6 and int((masked != 0).sum()) <= 29
@@ -44,13 +44,13 @@ def test_cleaned_weights_compute_what_the_compressed_model_does_bit_for_bit() ->
 
 def test_the_last_bits_are_those_of_the_target() -> None:
     step, state = after(ALL)
-    out = clean(step.gather(state), step.spec.compress)["blocks.0.out.weight"]
+    out = clean(step.gather(state), compression_of(step))["blocks.0.out.weight"]
     assert all(len(group.unique()) <= 2**4 for group in out.reshape(4, -1))
 
 
 def test_a_shrunk_model_has_smaller_matrices_and_the_outputs_of_the_masked_one_to_rounding() -> None:
     step, state = after(SHRINKING)
-    small = clean(step.gather(state), step.spec.compress)
+    small = clean(step.gather(state), compression_of(step))
     model = shrunk(step.spec.model, small)
     block: Any = model.get_submodule("blocks.0")
     assert (
@@ -86,7 +86,7 @@ def test_channels_shrink_with_their_norms_and_the_next_convolution(method: str) 
     x, y = torch.randn(6, 3, 5, 5), torch.randint(0, 2, (6,))
     for _ in range(2):
         state, _ = step(state, (x, y))
-    model = shrunk(step.spec.model, clean(step.gather(state), step.spec.compress)).eval()
+    model = shrunk(step.spec.model, clean(step.gather(state), compression_of(step))).eval()
     assert model.first.weight.shape == (4, 3, 3, 3) and model.second.weight.shape == (4, 4, 3, 3)  # type: ignore[union-attr]
     assert model.norm.num_features == 4 and model.norm.running_mean.shape == (4,)  # type: ignore[union-attr]
     # A masked channel leaves its norm as a constant, which the next convolution reads, and which a shrunk model does not have.
@@ -106,9 +106,9 @@ def test_a_state_dict_without_the_plans_tensors_is_an_error() -> None:
 
 
 def test_the_plan_of_a_step_without_compression_leaves_the_weights_as_they_are() -> None:
-    plan = fzero.make_train_step(net(), settings({})).spec.compress
+    plan = compression_of(fzero.make_train_step(net(), settings({})))
     weights = net().state_dict()
-    assert plan is None and clean(weights, plan) == weights
+    assert not plan and clean(weights, plan) == weights
 
 
 def test_a_number_of_heads_that_does_not_follow_is_asked_for() -> None:

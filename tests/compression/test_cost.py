@@ -41,9 +41,9 @@ def test_a_value_takes_no_longer_than_its_formula() -> None:
     x, scores = torch.randn(512, 512), torch.randn(512, 512)
     mask, quantizer = Mask("sparse", 0.5, "scores", trained=True), Quantize(8, 8)
     with torch.no_grad():
-        assert torch.equal(quantizer.seen(x, {}, 0), quantized(x))
-        assert torch.equal(mask.seen(x, {"scores": scores}, 0), largest(x, scores))
-        assert best(lambda: quantizer.seen(x, {}, 0)) < 1.3 * best(
+        assert torch.equal(quantizer.value(x, {}, 0), quantized(x))
+        assert torch.equal(mask.value(x, {"scores": scores}, 0), largest(x, scores))
+        assert best(lambda: quantizer.value(x, {}, 0)) < 1.3 * best(
             lambda: quantized(x)
         )  # 1.3: what the clock varies by
-        assert best(lambda: mask.seen(x, {"scores": scores}, 0)) < 1.3 * best(lambda: largest(x, scores))
+        assert best(lambda: mask.value(x, {"scores": scores}, 0)) < 1.3 * best(lambda: largest(x, scores))

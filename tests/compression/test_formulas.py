@@ -14,6 +14,8 @@ from fzero.compression.formulas import bits_at, quantize, share_at, top_share, u
 from fzero.compression.inputs import quantized_inputs
 from fzero.compression.plan import CompressionPlan
 from fzero.compression.techniques import Mask, Quantize, QuantizeInput
+from fzero.model.transforms import PulledGrad
+from fzero.runtime.param_views import ParamViews
 
 
 def test_quantizers_have_the_values_of_their_formulas() -> None:
@@ -105,15 +107,15 @@ def test_gradients_by_hand_are_those_of_autograd(kind: str, n: int) -> None:
     mask = Mask(kind, 0.5, "scores", trained=True, offset=2)  # type: ignore[arg-type]
     leaf, of_scores = x.clone().requires_grad_(), scores.clone().requires_grad_()
     for number in (n, torch.tensor(n)):
-        seen = mask.seen(leaf, {"scores": of_scores}, number)
+        seen = mask.value(leaf, {"scores": of_scores}, number)
         grads = torch.autograd.grad(seen, [leaf, of_scores], grad, allow_unused=True)
-        pulled = CompressionPlan({"x": (mask,)}).pulled("x", grad, n, {"scores": scores}, lambda: x)
-        factor = torch.tensor(True) if pulled["x"].mask is None else pulled["x"].mask
-        torch.testing.assert_close(grads[0], pulled["x"].grad * factor)
+        views = ParamViews({"x": (mask,)}, lambda: n, {})
+        pulled = views.pulled("x", grad, lambda names: {"x": x, "scores": scores})
+        torch.testing.assert_close(grads[0], pulled["x"].whole)
         expected = pulled["scores"].grad if "scores" in pulled else torch.zeros_like(scores)
         torch.testing.assert_close(torch.zeros_like(scores) if grads[1] is None else grads[1], expected)
         with torch.no_grad():
-            assert torch.equal(seen.detach(), mask.seen(x, {"scores": scores}, n))
+            assert torch.equal(seen.detach(), mask.value(x, {"scores": scores}, n))
 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["scores", "l1"])
@@ -122,25 +124,23 @@ def test_a_mask_that_is_made_once_has_the_bits_of_a_new_one(names: tuple[str, ..
     torch.manual_seed(0)
     tensors = {"w": torch.randn(6, 6).bfloat16(), "b": torch.randn(6)}
     tensors["source"] = torch.randn(6, 1) if trained else torch.rand(6, 1) > 0.5
-    both = {name: (Mask("row", 0.5, "source", trained, of_bias=name == "b"),) for name in names}
-    plan = CompressionPlan(both)
     with torch.no_grad():
-        made = plan.made_masks(names, 0, tensors)
-        assert len(made) == 1
         for name in names:
-            x = tensors[name]
-            seen = plan.seen(name, x, 0, tensors | made)
-            assert seen.dtype == x.dtype and torch.equal(seen, plan.seen(name, x, 0, tensors))
-            kept, new = (plan.pulled(name, x, 0, of, lambda x=x: x)[name].mask for of in (tensors | made, tensors))
-            assert kept is not None and new is not None and torch.equal(x * kept, x * new)
+            x, mask = tensors[name], Mask("row", 0.5, "source", trained, of_bias=name == "b")
+            made = mask.shared(x, tensors)
+            assert len(made) == 1
+            seen = mask.value(x, {**tensors, **made}, 0)
+            assert seen.dtype == x.dtype and torch.equal(seen, mask.value(x, tensors, 0))
+            kept, new = (mask.pulled(PulledGrad(x), x, of, 0).grad for of in ({**tensors, **made}, tensors))
+            assert kept.mask is not None and torch.equal(kept.whole, new.whole)
 
 
 @pytest.mark.parametrize("technique", [Quantize(2, 5, 1, 2), Quantize(4, 8, 1, 2, 3, False, 0.1, 5)])
 def test_gradients_go_straight_through_and_a_number_is_a_tensor(technique: Quantize) -> None:
     x = torch.randn(6, 8).requires_grad_()
     for n in range(8):
-        seen, in_graph = (technique.seen(x, {}, number) for number in (n, torch.tensor(n)))
-        assert torch.equal(seen, in_graph) and torch.equal(seen.detach(), technique.seen(x.detach(), {}, n))
+        seen, in_graph = (technique.value(x, {}, number) for number in (n, torch.tensor(n)))
+        assert torch.equal(seen, in_graph) and torch.equal(seen.detach(), technique.value(x.detach(), {}, n))
         if technique.change_ratio is None or n < 2:  # a share begins at 1, and again at each loss of a bit
             assert torch.equal(seen.detach(), x.detach()) is (n < 2)
         for found in (seen, in_graph):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import fzero
 from fzero.estimation import compare_plans
-from fzero.runtime.seen_compressed import SeenCompressed
+from fzero.runtime.param_views import ParamViews
 
 QUANTIZED = {"weight_quantization": technique({"start_bits": 4, "target_bits": 4}, ["mlp", "value", "head"])}
 NO_ROOM = {"stage3_max_live_parameters": 2 * 400}
@@ -23,20 +23,20 @@ def _watched(
 ) -> tuple[list[str], int, list[float]]:
     """The names whose values were computed in one step, the most bytes of values at once, and the losses of two."""
     computed, most = list[str](), [0]
-    compute, of = SeenCompressed._computed, SeenCompressed.of
+    compute, of = ParamViews._computed, ParamViews.of
 
-    def counted(self: SeenCompressed, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def counted(self: ParamViews, names: list[str], full: Mapping[str, Tensor]) -> dict[str, Tensor]:
         computed.extend(names)
         return compute(self, names, full)
 
-    def measured(self: SeenCompressed, unit: Any, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def measured(self: ParamViews, unit: Any, full: Callable[[], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         found = of(self, unit, full)
         held = (x for values in self._by_unit.values() for x in values.values())
         most[0] = max(most[0], sum(x.numel() * x.element_size() for x in held))
         return found
 
-    monkeypatch.setattr(SeenCompressed, "_computed", counted)
-    monkeypatch.setattr(SeenCompressed, "of", measured)
+    monkeypatch.setattr(ParamViews, "_computed", counted)
+    monkeypatch.setattr(ParamViews, "of", measured)
     cfg = _config(stage, num_micro, zero)
     step = fzero.make_train_step(net(), cfg)
     state, losses = step.init(), []
@@ -76,12 +76,12 @@ def test_planned_bytes_of_compressed_values_are_those_of_a_running_step(
     _, most, _ = _watched(monkeypatch, stage, 1, zero)
     model = net()
     planned = compare_plans(model, _config(stage, 1, zero), batch=data(0), loss_fn=lambda m, b: m(*b), device="cpu")
-    assert most == planned[planned.given].step.most("compressed") > 0
+    assert most == planned[planned.given].step.most("views") > 0
 
 
 def test_a_model_without_compression_has_no_such_bytes() -> None:
     planned = compare_plans(net(), {"optimizer": {"type": "SGD"}, "train_micro_batch_size_per_gpu": 16}, batch=data(0))
-    assert all("compressed" not in row.held for one in planned.columns for row in one.step.rows)
+    assert all("views" not in row.held for one in planned.columns for row in one.step.rows)
 
 
 @pytest.mark.parametrize("limit", [10**9, 1000])

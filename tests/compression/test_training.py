@@ -11,7 +11,7 @@ from ranks import RankPool
 from torch import nn
 
 import fzero
-from fzero.compression import compression
+from fzero.compression import compression, compression_of
 from fzero.compression.added import registered
 
 STOCHASTIC = {
@@ -183,7 +183,7 @@ def test_a_tied_weight_is_compressed_once_for_both_users() -> None:
     _, metrics = step(step.init(), x)
     logits = nn.functional.linear(nn.functional.embedding(x, weight), weight)
     assert float(metrics.loss) == pytest.approx(float(nn.functional.cross_entropy(logits, x)), rel=1e-6)
-    assert step.spec.compress.aliases == {"head.weight": "embed.weight"}
+    assert compression_of(step).aliases == {"head.weight": "embed.weight"}
 
 
 def test_a_checkpoint_is_read_by_a_run_without_compression_and_continues_one_with_it(tmp_path: Any) -> None:

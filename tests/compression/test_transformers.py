@@ -11,7 +11,7 @@ from compressing import settings, technique
 
 import fzero
 from fzero.checkpoint import save_16bit_model
-from fzero.compression import clean, shrunk
+from fzero.compression import clean, compression_of, shrunk
 
 
 @pytest.mark.long
@@ -48,7 +48,7 @@ def test_a_bert_is_compressed_saved_and_read_by_from_pretrained(tmp_path: Path) 
     state, _ = step(step.init(), batch)
     expected = step.evaluate(state, batch)
     weights = step.gather(state)
-    small = shrunk(model, clean(weights, step.spec.compress)).eval()
+    small = shrunk(model, clean(weights, compression_of(step))).eval()
     with torch.no_grad():
         torch.testing.assert_close(small(**batch).loss, expected)  # heads follow from the sizes of the matrices
     own = small.get_submodule("bert.encoder.layer.0.attention.self")
@@ -61,7 +61,7 @@ def test_a_bert_is_compressed_saved_and_read_by_from_pretrained(tmp_path: Path) 
     state, _ = step(step.init(), batch)
     plain = BertForSequenceClassification(config)
     cleaned = fzero.make_train_step(plain, settings({}, 1))
-    out = cleaned.init(clean(step.gather(state), step.spec.compress))
+    out = cleaned.init(clean(step.gather(state), compression_of(step)))
     config.save_pretrained(tmp_path)
     save_16bit_model(out, tmp_path, step=cleaned, dtype="float32")
     read = BertForSequenceClassification.from_pretrained(tmp_path).eval()

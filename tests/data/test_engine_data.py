@@ -129,7 +129,30 @@ def test_theta_is_one_in_the_first_two_updates_and_the_model_gets_it() -> None:
     assert [value for _, value in engine.module.seen] == [1.0, *after[:3]] and after[0] == 1.0
 
 
+@pytest.mark.parametrize("compile", [None, "block"])
+def test_a_step_passes_the_theta_of_an_engine(compile: Any) -> None:
+    keys = {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 4}
+    drop = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
+    model = make(Net)
+    step = fzero.make_train_step(
+        model, {**keys, **drop}, compile=compile, compile_backend="aot_eager", units=["blocks.*"]
+    )
+    state, losses = step.init(), []
+    for index in range(4):
+        state, metrics = step(state, (tokens(index),))
+        losses.append(metrics.loss.item())
+    step.evaluate(state, (tokens(0),))
+    engine = engine_of(**drop)
+    assert losses == (trained(engine, 0, 4) if compile is None else pytest.approx(trained(engine, 0, 4)))
+    assert [value for _, value in model.seen] == [*(value for _, value in engine.module.seen), None]
+
+
 def test_a_model_that_takes_no_theta_raises() -> None:
+    keys = {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
+    with pytest.raises(
+        fzero.ConfigError, match="needs a model whose forward takes progressive_layer_drop and pld_theta"
+    ):
+        fzero.make_train_step(make(lambda: nn.Linear(3, 3)), keys)
     keys = {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
     engine, *_ = fzero.initialize(model=make(lambda: nn.Linear(3, 3)), config=keys)
     with pytest.raises(TypeError, match="progressive_layer_drop"):

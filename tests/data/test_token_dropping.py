@@ -295,7 +295,7 @@ def test_many_lengths_are_refused_with_their_number_and_a_multiple(compile: Any)
 
 def test_a_graph_refuses_progressive_layer_drop() -> None:
     cfg = {**settings(0), "progressive_layer_drop": {"enabled": True}}
-    with pytest.warns(ConfigWarning), pytest.raises(ConfigError, match="must be false with compile='step'"):
+    with pytest.raises(ConfigError, match="must be false with compile='step'"):
         fzero.make_train_step(net(None), cfg, compile="step")
 
 

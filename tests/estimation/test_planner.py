@@ -46,7 +46,6 @@ from fzero.estimation.models import (
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.estimation.zero_formulas import zero_nbytes
 from fzero.graph.timeline import Lanes
-from fzero.model.checkpointing import Moves
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.schedule_check import check_schedules
 from fzero.profiling.profiler import NUM_OPERATORS, operator_seconds, small_block
@@ -55,6 +54,7 @@ from fzero.simulation import LockstepRanks, stacked
 from fzero.storage import file_agreement
 from fzero.storage.buffer_sizes import pinned_nbytes, stream_buffers
 from fzero.storage.shard_transfer import BufferPool
+from fzero.transforms.checkpointing import Moves
 
 FP16 = {"fp16": {"enabled": True}}
 
@@ -525,7 +525,7 @@ class Host:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.most = self.left = self.returned = 0
-        monkeypatch.setattr("fzero.model.checkpointing.host_moves", lambda device: Moves(self.away, self.back))
+        monkeypatch.setattr("fzero.transforms.checkpointing.host_moves", lambda device: Moves(self.away, self.back))
 
     def away(self, x: Tensor) -> Tensor:
         with _disable_current_modes():

@@ -31,8 +31,8 @@ from fzero.graph.liveness import liveness
 from fzero.graph.nodes import WAIT, flops_of, is_collective, numel_of
 from fzero.graph.remat import is_backward
 from fzero.graph.schedule import PassOptions
-from fzero.model.checkpointing import Moves
 from fzero.optim import torch_optimizer
+from fzero.transforms.checkpointing import Moves
 from sharding import Sharded
 
 SGD = {"type": "SGD", "params": {"lr": 0.125, "momentum": 0.9, "weight_decay": 0.01}}
@@ -786,7 +786,7 @@ def test_a_module_that_the_graph_does_not_show_is_named() -> None:
 
 
 def test_inputs_cannot_wait_in_host_memory_where_the_step_is_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fzero.model.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone))
+    monkeypatch.setattr("fzero.transforms.checkpointing.host_moves", lambda device: Moves(torch.clone, torch.clone))
     cfg = config(0) | {"activation_checkpointing": {"every": 1, "cpu_checkpointing": True}}
     with pytest.raises(fzero.ConfigError, match=r"cpu_checkpointing: must be false .* compile='block'"):
         fzero.make_train_step(_quiet(), cfg, **AOT)

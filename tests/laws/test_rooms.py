@@ -21,7 +21,7 @@ import fzero.testing
 ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
-STEP = f"{CORE} state verbs storage model runtime pipeline graph step simulation"
+STEP = f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step simulation"
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
     "common": "sharding",
@@ -31,18 +31,20 @@ MAY_IMPORT: dict[str, str] = {
     "data": "sharding common",
     "config": "sharding common optim attention data",
     "plans": "sharding common comms optim config",
-    "compression": "sharding common optim config",
+    "compression": "sharding common optim config model",
     "state": CORE,
     "verbs": f"{CORE} state",
     "storage": f"{CORE} state verbs",
-    "model": "sharding common compression",
+    "model": "sharding common",
     "runtime": f"{CORE} state verbs storage model",
-    "pipeline": f"{CORE} state verbs storage model runtime",
+    "pipeline": f"{CORE} state verbs storage model runtime transforms",
+    "transforms": f"{CORE} model runtime graph",
     "graph": f"{CORE} state verbs storage model runtime",
-    "step": f"{CORE} state verbs storage model runtime pipeline graph estimation",
-    "simulation": f"{CORE} state verbs storage model runtime pipeline graph step",
+    "parallelism": f"{CORE} runtime pipeline graph estimation",
+    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
+    "simulation": f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step",
     "resharding": STEP,
-    "estimation": f"{CORE} state storage model runtime pipeline graph",  # a step followed without tensors needs no step
+    "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",

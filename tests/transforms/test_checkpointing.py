@@ -23,8 +23,8 @@ from training import Block, Odd, Plain, adamw, config, make, part, tokens, train
 
 import fzero
 from fzero.config.config import Config, ConfigError
-from fzero.model.checkpointing import Moves, choose_modules, host_moves
 from fzero.plans.units import blocks_of
+from fzero.transforms.checkpointing import Moves, choose_modules, host_moves
 
 WIDTH = 16
 
@@ -544,7 +544,7 @@ CPU_CHECKPOINTING = {"activation_checkpointing": {"cpu_checkpointing": True}}
 @contextmanager
 def _host(monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
     host = Host()
-    monkeypatch.setattr("fzero.model.checkpointing.host_moves", lambda device: Moves(host.away, host.back))
+    monkeypatch.setattr("fzero.transforms.checkpointing.host_moves", lambda device: Moves(host.away, host.back))
     yield host
 
 
@@ -604,7 +604,7 @@ def test_a_model_without_blocks_is_refused(field: str, options: dict[str, Any]) 
 def test_modules_named_as_units_are_checkpointed() -> None:
     assert choose_modules(make(Odd), 1, blocks=["embed", "blocks", "norm"]) == ("embed", "norm")
     step = fzero.make_train_step(make(Odd), config(3), units=["blocks.*"], checkpoint=2)
-    assert step.spec.checkpointing.names == ("blocks.0", "blocks.2")
+    assert step.spec.changes.recomputed == ("blocks.0", "blocks.2")
 
 
 def _differs(rank_dependent: bool) -> str:

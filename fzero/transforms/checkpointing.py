@@ -1,8 +1,8 @@
 """Activation checkpointing: the choice of modules that save only their inputs for the backward, and run again in it.
 
-1. `Checkpointing` names the modules: every n-th block of the model, or those that a function picks. While the model is bound,
-   the `forward` of each goes through the non-reentrant `torch.utils.checkpoint` (`checkpointed`). Graph and numbers are the
-   same as without checkpointing.
+1. `Checkpointing` is the transform. It names the modules: every n-th block of the model, or those that a function picks. While
+   the model is bound, the `forward` of each goes through the non-reentrant `torch.utils.checkpoint` (`checkpointed`). Graph and
+   numbers are the same as without checkpointing. A captured step recomputes in its graph (`Changes.recomputed`).
 2. A `_Call` is one call of such a module. The first run uses the arguments as they were passed. Later runs use the saved
    arguments in the same containers, with the same random state and the module buffers of the first run.
 
@@ -23,10 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as run_checkpointed
 
-from fzero.model.changes import replaced_forwards
-
-Choice = int | Callable[[str, nn.Module], bool]
-"""n, for every n-th unit that is one module (the first included); or a function of a module and its name."""
+from fzero.model.transforms import Call, Changes, Choice, TransformedStep, Wrap
+from fzero.plans.units import blocks_of
 
 
 class Moves(NamedTuple):
@@ -104,47 +102,43 @@ def _has_forward(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Checkpointing:
-    """The checkpointed modules of a model, and the memory of their saved inputs.
+    """The transform that checkpoints modules (`fzero.model.transforms`).
 
     Attributes:
-        names: the names of the modules.
-        moves: move inputs that need a gradient to other memory; None keeps them where they are. Other inputs (a mask, a
-            table of positions) are never moved, because most are the same for all blocks.
+        choice: which modules; see `Choice`.
+        field: the argument or key that asks for it.
+        on_host: whether inputs that need a gradient are kept in host memory. Other inputs (a mask, a table of positions) are
+            never moved, because most are the same for all modules.
     """
 
-    names: tuple[str, ...] = ()
-    moves: Moves | None = None
+    choice: Choice | None
+    field: str = "checkpoint"
+    on_host: bool = False
 
-    @contextmanager
-    def applied(
-        self,
-        model: nn.Module,
-        *,
-        device: torch.device,
-        recomputing: Callable[[], AbstractContextManager[None]],
-        aliases: Mapping[str, str],
-        moving: frozenset[str] | None,
-    ) -> Iterator[None]:
-        """A context in which the modules are checkpointed if gradients are recorded; afterwards `model` is unchanged.
+    def __call__(self, spec: TransformedStep) -> Changes:
+        """See `ModelTransform`."""
+        names = choose_modules(spec.model, self.choice, blocks=blocks_of(spec.model, spec.units), field=self.field)
+        moves = host_moves(spec.device) if self.on_host else None
+        in_host_memory = (
+            "activation_checkpointing.cpu_checkpointing: must be false where the whole step is one graph, got true; leave it "
+            "out, or pass compile='block'"
+        )
 
-        Args:
-            model: the model, already bound: its buffers are the state's.
-            device: its random state is kept for the second run, in addition to the CPU's.
-            recomputing: a context for each second run.
-            aliases: the other names of tied buffers.
-            moving: the names of the buffers that a forward changes; None while they are not known.
-        """
-        if not self.names:
-            yield
-            return
-        anchor = torch.empty(0, device=device)
+        def forwards(call: Call) -> Mapping[str, Wrap]:
+            if call.again is None:
+                return {}
+            again, anchor = call.again, torch.empty(0, device=call.device)
 
-        def replaced(name: str, module: nn.Module) -> Callable[..., Any]:
-            slots = slots_of(module, name, aliases)
-            return checkpointed(Site(name, module.forward, slots, moving, self.moves, recomputing, anchor))
+            def wrap(name: str, module: nn.Module) -> Callable[..., Any]:
+                slots = slots_of(module, name, call.aliases)
+                return checkpointed(Site(name, module.forward, slots, call.moving, moves, again, anchor))
 
-        with replaced_forwards(model, self.names, replaced):
-            yield
+            return dict.fromkeys(names, wrap)
+
+        return Changes(
+            name="checkpoint", text=", ".join(names), forwards=forwards if names else None, recomputed=names,
+            not_in_graph="" if moves is None else in_host_memory,
+        )  # fmt: skip
 
 
 class _Slot(NamedTuple):

@@ -1,0 +1,292 @@
+"""`ModelTransform`: a feature as a transformation of the model. A step is `train(transform(model))`.
+
+A transform is a function of the arguments of a step (`StepSpec`: model, configuration, units, compile). It returns `Changes`:
+
+- `views`: the values that modules get in place of parameters, and the way of a gradient back (`ParamView`);
+- `forwards`: other forwards of modules, while the model is bound;
+- tensors that it has added to modules, with their first values.
+
+All runners apply the same changes: the eager step, a captured graph, all ranks at once, generation and the dry run. Nothing in
+the model stays changed but the tensors that were added.
+
+Transforms compose in the order of their list: a view gets the value of the view before it, and a later forward wraps an earlier
+one. So `[a, b]` is `b(a(model))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fzero.model.changes import own_forward
+
+Tensors = Mapping[str, Tensor]
+Number = int | Tensor
+Choice = int | Callable[[str, nn.Module], bool]
+"""Modules: n, for every n-th unit that is one module (the first included); or a function of a module's name and the module."""
+
+
+class PulledGrad(NamedTuple):
+    """A gradient, to be multiplied by `mask` if there is one (bools or numbers, broadcasts); its writer does both in one pass."""
+
+    grad: Tensor
+    mask: Tensor | None = None
+
+    @property
+    def whole(self) -> Tensor:
+        """The product."""
+        return self.grad if self.mask is None else self.grad * self.mask.to(self.grad.dtype)
+
+
+class Pulled(NamedTuple):
+    """The gradients of what a view is computed from.
+
+    Attributes:
+        grad: of the value that the view was given.
+        trained: of the parameters in `ParamView.trains`, by name.
+    """
+
+    grad: PulledGrad
+    trained: Mapping[str, Tensor] = {}
+
+
+class ParamView(Protocol):
+    """The value that modules get in place of a parameter: a pure function of it, of further tensors and of n.
+
+    n is the number of updates so far: an int, or in a graph a 0-d int64 tensor. Other parameters that a view reads must be of
+    the same module, so that they are gathered with it.
+    """
+
+    @property
+    def offset(self) -> int:
+        """The first n with another value than the parameter's own; in a graph `value` itself must choose."""
+        ...
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The full names of the parameters and module buffers that it reads besides the parameter."""
+        ...
+
+    @property
+    def trains(self) -> tuple[str, ...]:
+        """Of `reads`, the parameters that get a gradient. The parameter itself may be frozen."""
+        ...
+
+    @property
+    def needs_input(self) -> bool:
+        """Whether `pulled` needs x."""
+        ...
+
+    def shared(self, x: Tensor, tensors: Tensors) -> Tensors:
+        """Tensors that `value` and `pulled` then find in `tensors`, made once for both; most views have none."""
+        ...
+
+    def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """The value. It is differentiable, for graphs; an eager step records nothing and calls `pulled`.
+
+        Args:
+            x: the parameter, whole, or the value of the view before.
+            tensors: has those of `reads`, by full name.
+        """
+        ...
+
+    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """The gradients of x and of `trains`, from that of the value, for n ≥ offset. It is linear in `grad`.
+
+        `pulled_by_autograd` is this for any differentiable `value`.
+        """
+        ...
+
+
+def pulled_by_autograd(view: ParamView, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+    """`ParamView.pulled` by a derivative of `value`, which is computed once more. The view must have `needs_input`."""
+    assert x is not None
+    with torch.enable_grad():
+        inputs = [x.detach().requires_grad_(x.is_floating_point()), *(tensors[name].detach() for name in view.trains)]
+        trained = [tensor.requires_grad_() for tensor in inputs[1:]]
+        value = view.value(inputs[0], {**tensors, **dict(zip(view.trains, trained, strict=True))}, n)
+        wanted = [tensor for tensor in inputs if tensor.requires_grad]
+        found = iter(torch.autograd.grad(value, wanted, grad.whole.to(value.dtype), materialize_grads=True))
+    of_x = next(found) if inputs[0].requires_grad else torch.zeros_like(x, dtype=grad.grad.dtype)
+    return Pulled(PulledGrad(of_x), dict(zip(view.trains, found, strict=True)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """The forwards for which a model is bound."""
+
+    num_updates: Callable[[], Number]
+    """n, the number of updates so far; an eager step waits for the device to read it."""
+    micro: Callable[[], Number]
+    """The number of the forward that runs, or that runs again in its backward, counted from the last update."""
+    rank: Number
+    """This rank's number among those that hold different samples."""
+    num_micro: int
+    """Micro-batches of an update."""
+    device: torch.device
+    """Of the model."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """The other names of tied parameters and buffers."""
+    in_graph: bool = False
+    """Whether it is traced: n, `micro` and `rank` may then be tensors."""
+    is_counted: bool = True
+    """Whether forwards are counted; False where ranks call the model any number of times, without an update."""
+    again: Callable[[], AbstractContextManager[None]] | None = None
+    """A context in which parts of the forward run again, in a backward; None where there is none, or a graph does so itself."""
+    moving: frozenset[str] | None = None
+    """The names of the buffers that a forward changes; None while they are not known."""
+    constant: Any = None
+    """The value of `Changes.constant` of this transform."""
+    num_constants: int = 0
+    """The number of values that the constants of all transforms have."""
+
+
+Wrap = Callable[[str, nn.Module], Callable[..., Any]]
+"""Makes a function that is the forward of a module, from its name and the module, whose `forward` is the one to wrap."""
+
+
+def _no_value(name: str, like: Tensor) -> None:
+    return None
+
+
+def _no_tensors(values: Tensors) -> dict[str, Tensor]:
+    return {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Changes:
+    """What a transform changes in one model. It holds no tensors."""
+
+    name: str
+    """The argument or key that asks for it, in messages."""
+    text: str = ""
+    """Its settings as text, which must be equal on all ranks."""
+    views: Mapping[str, tuple[ParamView, ...]] = field(default_factory=dict)
+    """The views of a parameter in the order of their application, by the first of its names."""
+    forwards: Callable[[Call], Mapping[str, Wrap]] | None = None
+    """The forwards that modules have in a call, by the module's name; they may depend on n."""
+    is_by_forward: bool = False
+    """Whether they read `Call.micro`, so that each forward is bound by itself."""
+    recomputed: tuple[str, ...] = ()
+    """The modules that keep only their inputs and run again in the backward: a graph does this in place of `forwards`."""
+    not_in_graph: str = ""
+    """The error for a step in one graph, which cannot have it; empty if it can."""
+    constant: Callable[[int], Hashable] | None = None
+    """Of n, what a graph holds as a constant; for another value the step is captured again."""
+    num_constants: int = 0
+    """How many values that has."""
+    added: frozenset[str] = frozenset()
+    """The names of the tensors that it has added to modules."""
+    first_value: Callable[[str, Tensor], Tensor | None] = _no_value
+    """The first value of an added tensor, by its name, with the dtype of a tensor, on the CPU."""
+    first_buffers: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
+    """The first values of the added buffers that are made from weights, for those weights that it is given."""
+    made_buffers: frozenset[str] = frozenset()
+    """The names of these buffers; one without any element that is true is not made yet."""
+    ranges: frozenset[str] = frozenset()
+    """Buffers that hold (min, max): after a step all ranks take the least and the largest."""
+
+
+class TransformedStep(Protocol):
+    """The arguments of a step that a transform reads: a `fzero.runtime.StepSpec`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+    @property
+    def cfg(self) -> Any: ...
+    @property
+    def units(self) -> Sequence[str] | None: ...
+    @property
+    def compile(self) -> Literal["step", "block"] | None: ...
+    @property
+    def compile_backend(self) -> Literal["inductor", "aot_eager"]: ...
+    @property
+    def device(self) -> torch.device: ...
+
+
+class ModelTransform(Protocol):
+    """A feature: what it changes in the model of a step. It may add tensors to modules, once, and changes nothing else.
+
+    Raises:
+        ConfigError, ValueError: the step cannot have it; names the field, the rule, the value and the fix.
+    """
+
+    def __call__(self, spec: TransformedStep, /) -> Changes: ...
+
+
+class AllChanges:
+    """The changes of all transforms of a step, as one."""
+
+    def __init__(self, changes: Sequence[Changes] = ()) -> None:
+        self._changes = tuple(changes)
+        self.views: dict[str, tuple[ParamView, ...]] = {}
+        for one in changes:
+            for name, views in one.views.items():
+                self.views[name] = (*self.views.get(name, ()), *views)
+        self.recomputed = tuple(name for one in changes for name in one.recomputed)
+        self.added = frozenset[str]().union(*(one.added for one in changes))
+        self.ranges = frozenset[str]().union(*(one.ranges for one in changes))
+        self.made_buffers = frozenset[str]().union(*(one.made_buffers for one in changes))
+        self.is_by_forward = any(one.is_by_forward for one in changes)
+        self.not_in_graph = next((one.not_in_graph for one in changes if one.not_in_graph), "")
+        self.num_constants = sum(one.num_constants for one in changes)
+        self._wrapping = [(index, one.forwards) for index, one in enumerate(changes) if one.forwards is not None]
+
+    @cached_property
+    def texts(self) -> dict[str, str]:
+        """The settings of each transform, by name; of several with one name, by number."""
+        texts: dict[str, str] = {}
+        for one in self._changes:
+            number = sum(key.partition(" ")[0] == one.name for key in texts)
+            texts[f"{one.name} {number + 1}" if number else one.name] = one.text
+        return texts
+
+    def constants(self, n: int) -> tuple[Hashable, ...]:
+        """What a graph of a step with n updates behind it holds as constants."""
+        return tuple(None if one.constant is None else one.constant(n) for one in self._changes)
+
+    def first_value(self, name: str, like: Tensor) -> Tensor | None:
+        """The first value of an added tensor, None for any other."""
+        if name not in self.added:
+            return None
+        return next((x for one in self._changes if (x := one.first_value(name, like)) is not None), None)
+
+    def first_buffers(self, values: Tensors) -> dict[str, Tensor]:
+        """The added buffers that are made from these weights."""
+        return {name: x for one in self._changes for name, x in one.first_buffers(values).items()}
+
+    def bound(
+        self, model: nn.Module, call: Callable[[], Call], constants: tuple[Hashable, ...] | None = None
+    ) -> AbstractContextManager[None]:
+        """Inside, the modules of a bound model have their other forwards."""
+        return self._bound(model, call(), constants) if self._wrapping else nullcontext()
+
+    @contextmanager
+    def _bound(self, model: nn.Module, call: Call, constants: tuple[Hashable, ...] | None) -> Iterator[None]:
+        own: list[tuple[nn.Module, dict[str, Any]]] = []
+        try:
+            for index, forwards in self._wrapping:
+                constant_of = self._changes[index].constant
+                constant: Hashable = None
+                if constant_of is not None:
+                    constant = constants[index] if constants else constant_of(int(call.num_updates()))
+                wrapped: list[nn.Module] = []  # a module with several names is wrapped once
+                for name, wrap in forwards(replace(call, constant=constant, num_constants=self.num_constants)).items():
+                    module = model.get_submodule(name)
+                    if not any(module is other for other in wrapped):
+                        wrapped.append(module)
+                        forward = wrap(name, module)
+                        forward.__dict__["fzero_bound"] = True  # a graph does not depend on it as on the model's own
+                        own.append((module, own_forward(module)))
+                        module.__dict__["forward"] = forward
+            yield
+        finally:
+            for module, forward_before in reversed(own):
+                module.__dict__.pop("forward", None)
+                module.__dict__.update(forward_before)
