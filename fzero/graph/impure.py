@@ -120,10 +120,11 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
         ValueError: an attribute still holds the tensor of an earlier forward, whose values are not those of one rank.
     """
     found = {
-        f"{prefix}.{key}".removeprefix("."): value
+        f"{prefix}.{key}".removeprefix(".") + (f"[{place!r}]" if place != "" else ""): value
         for prefix, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+        for key, held in vars(module).items()
+        for place, value in _items_of(held)
+        if key not in _OF_MODULES and isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
     }
     for name, value in found.items():
         if before.get(name) is value:
@@ -132,6 +133,16 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
                 f"by='lockstep', or register it as a buffer"
             )
     return found
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_flat_weights")
+
+
+def _items_of(held: Any) -> Iterable[tuple[Any, Any]]:
+    """The values of a container by place; another value has the place ""."""
+    if isinstance(held, Mapping):
+        return held.items()
+    return enumerate(held) if isinstance(held, list | tuple) else [("", held)]
 
 
 def _is_of_data(x: Tensor) -> bool:
