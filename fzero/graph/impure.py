@@ -259,7 +259,11 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @contextmanager
 def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
-    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`."""
+    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`.
+
+    Raises:
+        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+    """
     found = {function.__code__: line for function in functions if (line := asks_for_class(function)) is not None}
     if not found:
         yield
@@ -269,10 +273,11 @@ def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
     def look(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and (line := found.get(frame.f_code)) is not None:
             sys.setprofile(before)
-            raise ImpureError(
-                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one in a graph; "
-                f"write isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
+            text = (
+                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one here; write "
+                f"isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
             )
+            raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
     sys.setprofile(look)
     try:
