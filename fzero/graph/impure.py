@@ -120,10 +120,11 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
         ValueError: an attribute still holds the tensor of an earlier forward, whose values are not those of one rank.
     """
     found = {
-        f"{prefix}.{key}".removeprefix("."): value
+        f"{prefix}.{key}".removeprefix(".") + (f"[{place!r}]" if place != "" else ""): value
         for prefix, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+        for key, held in vars(module).items()
+        for place, value in _items_of(held)
+        if key not in _OF_MODULES and isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
     }
     for name, value in found.items():
         if before.get(name) is value:
@@ -132,6 +133,16 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
                 f"by='lockstep', or register it as a buffer"
             )
     return found
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_flat_weights")
+
+
+def _items_of(held: Any) -> Iterable[tuple[Any, Any]]:
+    """The values of a container by place; another value has the place ""."""
+    if isinstance(held, Mapping):
+        return held.items()
+    return enumerate(held) if isinstance(held, list | tuple) else [("", held)]
 
 
 def _is_of_data(x: Tensor) -> bool:
@@ -248,7 +259,11 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @contextmanager
 def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
-    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`."""
+    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`.
+
+    Raises:
+        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+    """
     found = {function.__code__: line for function in functions if (line := asks_for_class(function)) is not None}
     if not found:
         yield
@@ -258,10 +273,11 @@ def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
     def look(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and (line := found.get(frame.f_code)) is not None:
             sys.setprofile(before)
-            raise ImpureError(
-                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one in a graph; "
-                f"write isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
+            text = (
+                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one here; write "
+                f"isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
             )
+            raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
     sys.setprofile(look)
     try:
