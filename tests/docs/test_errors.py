@@ -43,7 +43,7 @@ RAISING: dict[str, Callable[[], object]] = {
     "spec": lambda: Sharded(),
     "codec": lambda: fzero.comms.quantize(3),  # type: ignore[arg-type]
     "folder": lambda: find(Path("/nowhere")),
-    "config": lambda: fzero.Config.load({"gradient_accumulation_steps": 2}),
+    "config": lambda: fzero.Config.load({"train_batch_size": 7, "gradient_accumulation_steps": 3}).batch_sizes(4),
 }
 
 
