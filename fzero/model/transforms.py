@@ -188,7 +188,7 @@ class Changes:
     first_buffers: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
     """The first values of the added buffers that are made from weights, for those weights that it is given."""
     first_params: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
-    """The first values of the added parameters that are made from weights of their modules, for those weights that it is given."""
+    """The first values of the added parameters that are made from weights of their modules, for the weights that it is given."""
     made_buffers: frozenset[str] = frozenset()
     """The names of the added buffers that are made from weights; one without any element that is true is not made yet."""
     ranges: frozenset[str] = frozenset()

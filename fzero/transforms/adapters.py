@@ -93,7 +93,7 @@ def save_adapter(step: TrainStep, state: TrainState[Tensor], folder: str | Path,
 
     tensors: dict[str, Tensor] = {}
     for one in adapters:
-        tensors |= one.to_peft(found[one.view.a], found[one.view.b])
+        tensors |= one.to_peft(*(found[name] for name in one.view.trains))
     rank = ranks.pop()
     config = {
         "peft_type": "LORA", "base_model_name_or_path": base, "inference_mode": True, "r": rank,
@@ -124,7 +124,7 @@ def load_adapter(step: TrainStep, folder: str | Path) -> dict[str, Tensor]:
                 f"got {config['r']} and {scale:g}; pass lora(…, rank={config['r']}, alpha={config['lora_alpha']:g})"
             )
         found |= one.from_peft(file)
-    keys = {key for one in adapters for key in one.to_peft(found[one.view.a], found[one.view.b])}
+    keys = {key for one in adapters for key in one.to_peft(*(found[name] for name in one.view.trains))}
     if others := sorted(file.keys() - keys):
         raise ValueError(
             f"load_adapter: the step must have every adapter of the file, got {others[0]!r}; widen its pattern"
@@ -164,14 +164,14 @@ class _Adapter(NamedTuple):
             )
         a, b = (file[key] for key in self.keys)
         a, b = (a.t(), b.t()) if isinstance(self.module, nn.Embedding) else (a.flatten(1), b.flatten(1))
-        return {self.view.a: a.contiguous(), self.view.b: b.contiguous()}
+        return dict(zip(self.view.trains, (a.contiguous(), b.contiguous()), strict=True))
 
 
 def _adapters(step: TrainStep, call: str) -> list[_Adapter]:
     """Those of a step; one for each user of a tied weight."""
     names = {id(param): name for name, param in step.spec.model.named_parameters()}
     found = [
-        _Adapter(name, module, view, step.spec.model.get_parameter(view.a).shape[0])
+        _Adapter(name, module, view, step.spec.model.get_parameter(view.trains[0]).shape[0])
         for name, module in step.spec.model.named_modules()
         for view in step.spec.changes.views.get(names.get(id(module._parameters.get("weight")), ""), ())
         if isinstance(view, LowRank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -12,15 +11,8 @@ from torch import Tensor, nn
 
 from fzero.compression.added import salt_of
 from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors
-from fzero.transforms.matching import (
-    Patterns,
-    add_param,
-    float_dtype,
-    freeze_but_added,
-    patterns_of,
-    shape_of,
-    weights_of,
-)
+from fzero.transforms import matching
+from fzero.transforms.matching import Patterns, patterns_of
 from fzero.transforms.packed import packed
 
 if TYPE_CHECKING:
@@ -31,22 +23,16 @@ if TYPE_CHECKING:
 class LowRank:
     """The view W + scale·BA (see `ParamView`); (BA)ᵀ where a weight's first dimension is its input."""
 
-    a: str
-    b: str
+    trains: tuple[str, str]  # A and B
     scale: float
-    is_transposed: bool = False
+    is_transposed: bool
     offset: int = 0
-    needs_input: bool = True  # for A and B
+    needs_input: bool = True  # so that `pulled` gets A and B
 
     @property
-    def reads(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, str]:
         """See `ParamView`."""
-        return (self.a, self.b)
-
-    @property
-    def trains(self) -> tuple[str, ...]:
-        """See `ParamView`."""
-        return (self.a, self.b)
+        return self.trains
 
     def shared(self, x: Tensor, tensors: Tensors) -> Tensors:
         """See `ParamView`."""
@@ -55,14 +41,14 @@ class LowRank:
     def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         """See `ParamView`."""
         with torch.autocast(x.device.type, enabled=False):  # a weight has the same value inside and outside of it
-            product = tensors[self.b] @ tensors[self.a]
+            product = tensors[self.trains[1]] @ tensors[self.trains[0]]
         return x + (product.t() if self.is_transposed else product).reshape(x.shape) * self.scale
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
         """See `ParamView`."""
-        a, b, g = tensors[self.a], tensors[self.b], grad.whole * self.scale
+        (a, b), g = (tensors[name] for name in self.trains), grad.whole * self.scale
         g = g.t() if self.is_transposed else g.reshape(b.shape[0], a.shape[1])
-        return Pulled(grad, {self.a: b.t() @ g, self.b: g @ a.t()})
+        return Pulled(grad, dict(zip(self.trains, (b.t() @ g, g @ a.t()), strict=True)))
 
 
 @dataclass(frozen=True)
@@ -78,38 +64,25 @@ class Lora:
 
     def __call__(self, spec: StepSpec) -> Changes:
         """See `ModelTransform`. It adds `lora_A` and `lora_B` to each module, and freezes all else."""
-        model = spec.model
         base = None if self.bits is None else packed(self.patterns, bits=self.bits, group=self.group)(spec)
         views: dict[str, tuple[LowRank]] = {}
-        for name, (module, *_) in weights_of(model, "lora", self.patterns).items():
-            (rows, *rest), at, is_transposed = shape_of(module), name.rpartition(".")[0], is_input_first(module)
-            size = (math.prod(rest), rows) if is_transposed else (rows, math.prod(rest))
-            for key, shape in (("lora_A", (self.rank, size[1])), ("lora_B", (size[0], self.rank))):
-                value = module.weight.new_empty(shape, dtype=float_dtype(module))
-                full = f"{at}.{key}".removeprefix(".")
-                add_param(module, key, value if value.is_meta else first(spec.seed, full, value), field="lora")
-            a, b = (f"{at}.{key}".removeprefix(".") for key in ("lora_A", "lora_B"))
-            views[name] = (LowRank(a, b, self.alpha / self.rank, is_transposed),)
-        params = dict(model.named_parameters())
-        for pattern in self.trains:
-            if not fnmatch.filter(params, pattern):
-                raise ValueError(
-                    f"lora: trains must match parameters, got {pattern!r}, which matches none; pass 'head.*', say"
-                )
-        freeze_but_added(
-            model, {k: p for k, p in params.items() if any(fnmatch.fnmatchcase(k, one) for one in self.trains)}
-        )
+        for name, (module, *_) in matching.weights_of(spec.model, "lora", self.patterns).items():
+            rows, columns = matching.shape_of(module)[0], math.prod(matching.shape_of(module)[1:])
+            if is_transposed := matching.is_input_first(module):
+                rows, columns = columns, rows
+            a, b = trained = f"{name.removesuffix('weight')}lora_A", f"{name.removesuffix('weight')}lora_B"
+            for full, shape in ((a, (self.rank, columns)), (b, (rows, self.rank))):
+                like = matching.weight_of(module).new_empty(shape, dtype=matching.float_dtype(module))
+                value = like if like.is_meta else first(spec.seed, full, like)
+                matching.add_param(module, full[-6:], value, field="lora")
+            views[name] = (LowRank(trained, self.alpha / self.rank, is_transposed),)
+        matching.freeze_but_added(spec.model, "lora: trains", self.trains)
         added = frozenset(name for (view,) in views.values() for name in view.reads)
         return Changes(
             name="lora", text=str(self), views={k: (*(base.views[k] if base else ()), *v) for k, v in views.items()},
             added=added | (base.added if base else frozenset()),
             first_value=lambda name, like: first(spec.seed, name, like) if name in added else None,
         )  # fmt: skip
-
-
-def is_input_first(module: nn.Module) -> bool:
-    """Whether the first dimension of a module's weight is its input: `Conv1D` of transformers."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def first(seed: int, name: str, like: Tensor) -> Tensor:

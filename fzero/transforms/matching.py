@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -80,13 +80,29 @@ def add_param(module: nn.Module, key: str, value: Tensor, *, field: str, trained
         )
 
 
-def freeze_but_added(model: nn.Module, trains: Mapping[str, nn.Parameter]) -> None:
-    """Sets `requires_grad` of all parameters: True for those of `trains`, False for others; added ones stay as they are."""
+def freeze_but_added(model: nn.Module, field: str, trains: Sequence[str]) -> None:
+    """Sets `requires_grad` of all parameters: True if a pattern matches the name, else False; added ones stay as they are."""
+    params = dict(model.named_parameters())
+    for pattern in trains:
+        if not fnmatch.filter(params, pattern):
+            raise ValueError(
+                f"{field}: must match parameters, got {pattern!r}, which matches none of {type(model).__name__}'s; names look "
+                f"like {', '.join(list(params)[:4])}"
+            )
     added = {id(module._parameters[key]) for module in model.modules() for key in added_to(module)}
-    chosen = {id(param) for param in trains.values()}
-    for param in model.parameters():
+    for name, param in params.items():
         if id(param) not in added:
-            param.requires_grad_(id(param) in chosen)
+            param.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in trains))
+
+
+def weight_of(module: nn.Module) -> nn.Parameter:
+    """Its weight."""
+    return module.get_parameter("weight")
+
+
+def is_input_first(module: nn.Module) -> bool:
+    """Whether the first dimension of a module's weight is its input: `Conv1D` of transformers."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:

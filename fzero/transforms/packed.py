@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
 from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors
-from fzero.transforms.matching import Patterns, add_param, added_to, patterns_of, shape_of, weights_of
+from fzero.transforms.matching import Patterns, add_param, added_to, patterns_of, shape_of, weight_of, weights_of
 
 if TYPE_CHECKING:
     from fzero.runtime.step_spec import StepSpec
@@ -65,7 +65,7 @@ class Unpacked:
             )
         scale = tensors[self.scale]
         codes = x if self.bits == 8 else torch.stack([x & 15, x >> 4], -1)
-        numbers = codes.reshape(*scale.shape, -1).to(scale.dtype) - 2 ** (self.bits - 1)
+        numbers: Tensor = codes.reshape(*scale.shape, -1).to(scale.dtype) - 2 ** (self.bits - 1)
         return (numbers * scale.unsqueeze(-1)).reshape(self.shape)
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
@@ -85,7 +85,7 @@ class Packed:
         """See `ModelTransform`. It replaces each weight by its bytes, once, and adds `weight_scale`."""
         views: dict[str, tuple[Unpacked]] = {}
         for name, modules in weights_of(spec.model, "packed", self.patterns).items():
-            weight, shape, scale = modules[0].weight, shape_of(modules[0]), f"{name}_scale"
+            weight, shape, scale = weight_of(modules[0]), shape_of(modules[0]), f"{name}_scale"
             if weight.is_meta or (math.prod(shape) * self.bits) % 8:
                 why = "its values" if weight.is_meta else "an even number of elements"
                 raise ValueError(

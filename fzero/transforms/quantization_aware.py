@@ -41,9 +41,10 @@ class QuantizationAware:
                     f"{self.activation_bits} for {inside!r}; pass compile='step', leave compile out, or quantize weights only"
                 )
         views = {}
-        for name, (module, *_) in found.items() if self.weight_bits is not None else ():
-            groups = shape_of(module)[0] if self.per == "channel" else 1
-            views[name] = (Quantize(self.weight_bits, self.weight_bits, offset=self.offset, num_groups=groups),)
+        if (bits := self.weight_bits) is not None:
+            for name, (module, *_) in found.items():
+                groups = shape_of(module)[0] if self.per == "channel" else 1
+                views[name] = (Quantize(bits, bits, offset=self.offset, num_groups=groups),)
         of_inputs = dict.fromkeys(inputs, QuantizeInput(self.activation_bits or 0, symmetric=True, offset=self.offset))
 
         def forwards(call: Call) -> Mapping[str, Wrap]:

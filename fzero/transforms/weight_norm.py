@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from fzero.model.transforms import Changes, Tensors
-from fzero.transforms.matching import Patterns, add_param, patterns_of, weights_of
+from fzero.transforms.matching import Patterns, add_param, patterns_of, weight_of, weights_of
 from fzero.transforms.views import FunctionView
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class WeightNorm:
         found = weights_of(spec.model, "weight_norm", self.patterns)
         of = {f"{name}_g": name for name in found}
         for name, (module, *_) in found.items():
-            if not module.weight.is_floating_point():
+            if not weight_of(module).is_floating_point():
                 raise ValueError(
                     f"weight_norm: needs a weight with a gradient, got {name!r} in bits; apply it to others"
                 )
-            add_param(module, "weight_g", lengths(module.weight.detach()), field="weight_norm")
+            add_param(module, "weight_g", lengths(weight_of(module).detach()), field="weight_norm")
 
         def first(weights: Tensors) -> dict[str, Tensor]:
             return {g: lengths(weights[name]) for g, name in of.items() if name in weights}
