@@ -24,13 +24,13 @@ if TYPE_CHECKING:
         unmerged as unmerged,
     )
     from fzero.transforms.checkpointing import Checkpointing as Checkpointing
+    from fzero.transforms.fake_quantization import quantization_aware as quantization_aware
     from fzero.transforms.layer_drop import LayerDrop as LayerDrop
-    from fzero.transforms.lora import lora as lora
-    from fzero.transforms.packed import packed as packed
-    from fzero.transforms.quantization_aware import quantization_aware as quantization_aware
+    from fzero.transforms.low_rank import lora as lora
+    from fzero.transforms.packing import packed as packed
     from fzero.transforms.token_dropping import DroppedTokens as DroppedTokens
     from fzero.transforms.views import FunctionView as FunctionView
-    from fzero.transforms.weight_norm import weight_norm as weight_norm
+    from fzero.transforms.weight_lengths import weight_norm as weight_norm
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
@@ -38,12 +38,12 @@ else:
             "adapters": "load_adapter merged save_adapter unmerged",
             "checkpointing": "Checkpointing",
             "layer_drop": "LayerDrop",
-            "lora": "lora",
-            "packed": "packed",
-            "quantization_aware": "quantization_aware",
+            "low_rank": "lora",
+            "packing": "packed",
+            "fake_quantization": "quantization_aware",
             "token_dropping": "DroppedTokens",
             "views": "FunctionView",
-            "weight_norm": "weight_norm",
+            "weight_lengths": "weight_norm",
             ".model.transforms": "Call Changes ModelTransform ParamView Pulled PulledGrad pulled_by_autograd",
         },
     )

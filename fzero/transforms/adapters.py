@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms.hangs.failures import meet
-from fzero.transforms.lora import LowRank
+from fzero.transforms.low_rank import LowRank
 from fzero.transforms.matching import shape_of
 
 if TYPE_CHECKING:

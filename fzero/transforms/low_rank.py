@@ -13,7 +13,7 @@ from fzero.compression.added import salt_of
 from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors
 from fzero.transforms import matching
 from fzero.transforms.matching import Patterns, patterns_of
-from fzero.transforms.packed import packed
+from fzero.transforms.packing import packed
 
 if TYPE_CHECKING:
     from fzero.runtime.step_spec import StepSpec
