@@ -33,6 +33,7 @@ from fzero.comms.stacked import RandomByRank, Stacked, VmapError
 from fzero.config.config import ConfigError
 from fzero.graph.schedule import CompileError
 from fzero.model.origin import Origin
+from fzero.parallelism import parallelism_of
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
 from fzero.runtime.finish import next_state
@@ -322,7 +323,7 @@ class VmapRanks(LockstepRanks):
         run = self.one_step.runtime
         state = state if self._spec.donate else optree.tree_map(torch.clone, state)
         with _quietly():
-            collected = run.program(state, micro_batches)
+            collected = run.program(run, state, micro_batches)
         outcome_W, is_sum = collected.outcome, collected.is_sum
         assert outcome_W is not None
         outcome = optree.tree_map(lambda x: x[0], outcome_W)
@@ -407,7 +408,7 @@ def simulate(
         raise ValueError(
             f"simulate: compile must be 'inductor', 'aot_eager' or None, got {compile!r}; pass one of these"
         )
-    if step.spec.pipeline is not None:
+    if not parallelism_of(step.spec).is_uniform:
         if by == "vmap" or compile is not None:
             raise ValueError(
                 "simulate: a pipeline must run in lockstep, because its stages are different programs; pass by='lockstep'"

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
+from fzero import parallelism
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
@@ -33,10 +35,12 @@ from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import Event
 from fzero.runtime import phases
-from fzero.runtime.ending import end
+from fzero.runtime.finish import Collected, Outcome, next_state
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.loss import LossFn
+from fzero.runtime.outcome import explain
 from fzero.runtime.phases import AccumulationWindow
+from fzero.runtime.programs import Eager
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.weights import first_state, state_dict, with_weights
@@ -47,12 +51,11 @@ from sharding import Mesh
 __all__ = ["AccumulationWindow", "TrainStep", "make_train_step"]
 
 if TYPE_CHECKING:
-    from fzero.estimation.pipelines import PipelinePlan
     from fzero.graph.captured import Captured
     from fzero.graph.program import GraphProgram
-    from fzero.graph.timeline import Timeline
     from fzero.model.transforms import Choice, ModelTransform
     from fzero.optim.lr_schedules import Schedule
+    from fzero.parallelism import Explained
     from fzero.plans.machine_model import MachineModel
     from fzero.plans.placements import GivenPlacements
 
@@ -136,18 +139,9 @@ def make_train_step(
         lr_schedule=lr_schedule, schedule=schedule, compile=compile, compile_backend=compile_backend,
         check_params=check_params, seed=seed, starts={} if after is None else starts_after(after, model),
         transforms=of_step(cfg, model, transforms, checkpoint=checkpoint, compile=compile, seed=seed),
-        pipeline=_pipeline(pipeline, mesh),
+        parallelism=parallelism.chosen(pipeline, mesh),
     )  # fmt: skip
     return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
-
-
-def _pipeline(given: Any, mesh: Any) -> Any:
-    """The pipeline of an argument; with a mesh axis "pipe" and no argument, that of the usual order."""
-    if given is None and "pipe" not in getattr(getattr(mesh, "mesh", mesh), "names", ()):
-        return None
-    from fzero.pipeline.pipeline import Pipeline  # a step without a pipeline does not load it
-
-    return Pipeline() if given is None else Pipeline.of(given)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:
@@ -179,8 +173,7 @@ class TrainStep:
     """
 
     def __init__(self, spec: StepSpec, axis: RankAxis | AbstractAxis) -> None:
-        pipe = spec.pipeline
-        self.runtime = run = pipe.runtime(spec, axis) if pipe else _with_program(StepRuntime.make(spec, axis))
+        self.runtime = run = _with_program(parallelism.parallelism_of(spec).runtime(spec, axis))
         self.spec, self.plan, self.specs, self.device = spec, run.plan, run.form.specs, run.device
         self.rank, self.world_size, self.mesh = axis.rank, axis.size, axis.mesh or run.plan.mesh
 
@@ -197,8 +190,8 @@ class TrainStep:
     @property
     def program(self) -> GraphProgram | None:
         """The graphs of the step, with `compile="step"`."""
-        is_eager = self.runtime.runs is phases.forward_backward or self.runtime.stages is not None
-        return None if is_eager else cast("GraphProgram", self.runtime.runs)
+        runs = self.runtime.program
+        return cast("GraphProgram", runs) if runs.is_graph else None
 
     @property
     def schedule(self) -> tuple[Event, ...] | None:
@@ -231,7 +224,7 @@ class TrainStep:
             return untraced(TrainStep.__call__)(self, state, batch)  # type: ignore[no-any-return]
         run = self.runtime
         state, micro_batches = phases.check(run, state, batch)
-        collected = run.program(state, micro_batches)  # forwards and backwards: eager, or in one graph
+        collected = run.program(run, state, micro_batches)  # forwards and backwards: eager, or in one graph
         return end(run, collected)
 
     def begin(self, state: State, *, measures_early: bool = False) -> AccumulationWindow:
@@ -356,7 +349,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return phases.evaluate(self.runtime, state, batch, self.program)
+        return phases.evaluate(self.runtime, state, batch)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
@@ -388,20 +381,14 @@ class TrainStep:
                 parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
             optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
-        run = self.runtime.following(rates, optimizers)
-        is_same = optimizers is None or self.program is None  # else the graphs hold other numbers
-        return _twin(self, run if is_same else _with_program(run))
+        return _twin(self, self.runtime.following(rates, optimizers))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
 
         It learns its order of collectives by itself. Each rank may call it or not.
         """
-        run, program = self.runtime.observed(observe), self.program
-        if run.stages is not None:
-            runs = cast("Any", run.runs).observed(observe)
-            return _twin(self, replace(run, runs=runs, stages=run.stages.observed(observe)))
-        return _twin(self, run if program is None else replace(run, runs=program.observed(observe)))
+        return _twin(self, self.runtime.observed(observe))
 
     def trace(self, batch: Any) -> list[Captured]:
         """The aten graphs that a step on this batch runs with `compile="step"`, in order, captured but not yet scheduled.
@@ -413,7 +400,7 @@ class TrainStep:
 
         return trace(self, batch)
 
-    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Timeline | PipelinePlan:
+    def explain(self, batch: Any = None, *, machine: MachineModel | None = None) -> Explained:
         """The schedule of a step: compute and collectives over time, and below them the gathered bytes.
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
@@ -422,20 +409,42 @@ class TrainStep:
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """
-        if self.spec.pipeline is None:
-            from fzero.graph.explain import explain
-        else:
-            from fzero.estimation.pipelines import explain_pipeline as explain  # type: ignore[assignment]
-        return explain(self, batch, machine=machine)
+        return parallelism.explain(self, batch, machine=machine)
+
+
+def end(
+    run: StepRuntime, collected: Collected, *, sees: Callable[[Outcome], object] | None = None
+) -> tuple[State, Metrics]:
+    """The end of a step of any program: the state after the update, and the metrics. *Collective:* every rank.
+
+    Args:
+        sees: gets the outcome before the device is given the update. It may begin to copy a number to the host then, which need
+            not wait for the update.
+
+    Raises:
+        FloatingPointError: see `finish_step`.
+    """
+    with profiler_range("update"):
+        try:
+            finished = phases.finish_step(run, collected)
+            if sees is not None:
+                sees(finished.outcome)
+            state = phases.update(run, collected, finished)
+            return next_state(run.rules, collected, state, finished.outcome)
+        except torch.OutOfMemoryError as error:
+            explain(error, run.plan)
+            raise
 
 
 def _with_program(run: StepRuntime) -> StepRuntime:
-    """The runtime with the program that its spec asks for."""
+    """The runtime with the program that its spec asks for, unless it has one."""
+    if run.runs is not None:
+        return run
     if run.spec.compile == "step":
         from fzero.graph.program import GraphProgram  # importing Dynamo takes longer than all of fzero
 
         return replace(run, runs=GraphProgram.make(run, run.spec.compile_backend))
-    return replace(run, runs=phases.forward_backward)
+    return replace(run, runs=Eager())
 
 
 def _twin(step: AnyStep, runtime: StepRuntime) -> AnyStep:

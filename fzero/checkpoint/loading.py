@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
+from fzero.checkpoint.dcp_format import DcpReader
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.checkpoint.torch_jobs import TorchJob, is_torch_job, starts_of
 from fzero.common.arguments import check_no_inference, check_path
@@ -163,8 +164,6 @@ def opened(folder: Path) -> tuple[files.StoredContents, DcpReader]:
     Raises:
         CheckpointError: a file is damaged, or they do not fit each other.
     """
-    from fzero.checkpoint.dcp_format import DcpReader
-
     contents = files.read_contents(folder)
     found = DcpReader(folder, map(Slice.of, contents.slices))
     wanted = {layout.key_of("params", name) for name in (*contents.names.values(), *contents.optimizer)}
@@ -191,7 +190,7 @@ def restored(saved: Saved, step: TrainStep, scratch: Scratch | None) -> TrainSta
         CheckpointError: a tensor cannot be read.
     """
     plan, rank, source = step.plan, step.runtime.rank, saved.source
-    layout.check_names(plan, (*step.runtime.aliases, *step.runtime.names), source.stored)
+    layout.check_names(plan, (*step.runtime.aliases, *step.runtime.job.names), source.stored)
     layout.check_kinds(plan, saved.optimizer)
     frozen = {name for name, kept in saved.optimizer.items() if kept is None}
     _warn_of_frozen(plan, frozen, rank)

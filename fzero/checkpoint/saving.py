@@ -27,6 +27,7 @@ from torch import Tensor
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
 from fzero.checkpoint.client_values import plain
+from fzero.checkpoint.dcp_format import write, write_metadata
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
@@ -236,8 +237,6 @@ class _Writer(NamedTuple):
         return self.folder / f"part-{rank}.json"
 
     def write(self, fragments: Iterable[Fragment]) -> None:
-        from fzero.checkpoint.dcp_format import write
-
         slices = write(self.folder, self.step.rank, fragments)
         files.write_whole(self.part(self.step.rank), json.dumps(slices).encode())
 
@@ -306,7 +305,7 @@ def _of_all_stages(own: Contents, step: TrainStep) -> Contents:
         for name in fields:
             merged[name] |= theirs[name]
     merged["stored"] = {key: Stored(tuple(shape), dtype) for key, (shape, dtype) in merged["stored"].items()}
-    place = {name: index for index, name in enumerate(step.runtime.names)}
+    place = {name: index for index, name in enumerate(step.runtime.job.names)}
     merged["names"] = dict(sorted(merged["names"].items(), key=lambda item: place[item[0]]))
     return own._replace(**merged)
 
@@ -322,8 +321,6 @@ def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
 
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
     """Writes the index of the tensors in `folder`, and makes it the latest checkpoint in `path`."""
-    from fzero.checkpoint.dcp_format import write_metadata
-
     write_metadata(folder, slices, contents.stored, contents.aliases)
     fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out")
     index = {name: getattr(contents, name) for name in fields} | {"slices": slices}
@@ -355,7 +352,7 @@ def _started(
     without: Collection[str] = (),
 ) -> Saving:
     """Makes the temporary folder, and starts to write, from copies or from the state itself."""
-    axis, stages = step.runtime.world, step.runtime.stages
+    axis, job = step.runtime.world, step.runtime.job
 
     def prepare() -> list[StoredSlice]:
         step.runtime.check_state(state)
@@ -369,7 +366,7 @@ def _started(
         left = {layout.key_of("params", name) for name in without}
         own = layout.own_specs(step.plan, step.specs.rng)
         parts = layout.parts_to_save(step.plan, step.runtime.rank, own)
-        return [part for part in parts if part.key not in left and (stages is None or stages.stores(part.tensor))]
+        return [part for part in parts if part.key not in left and job.stores(part.tensor)]
 
     meet("fzero.start_save" if copies else "fzero.save", axis)
     check_same_folder(axis, path, "save")
@@ -389,7 +386,7 @@ def _started(
     folder = Path(of_rank_0(axis, begin))
     rates = _rates_of(step, int(state.step))
     contents = partial(_contents, step, numbers_of(state), rates, frozenset(without))
-    whole = None if stages is None else _of_all_stages(contents(), step)
+    whole = _of_all_stages(contents(), step) if job.names else None
     writer = _Writer(folder, path, step, content, keep, contents if whole is None else lambda: whole)
     return Saving(writer, axis, fragments)
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.dcp_format import DcpReader
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import StoredSlice, key_of, kinds_of
 from fzero.plans.plan import Plan
@@ -179,6 +180,4 @@ def _scalars(reader: DcpReader, keys: Iterable[str]) -> dict[str, float]:
 
 
 def _reader(folder: Path) -> DcpReader:
-    from fzero.checkpoint.dcp_format import DcpReader
-
     return DcpReader(folder)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, together
+from fzero.checkpoint.dcp_format import DcpReader
 from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
@@ -96,8 +97,8 @@ def save_16bit_model(
         for name, shape in zip(buffer.layout.names, buffer.layout.shapes)
     }
     views: Iterator[Mapping[str, Tensor]] = chain(runtime.full_weights(state), (state.buffers,))
-    if runtime.stages is not None and step.data_rank == 0:
-        names, forms, views = runtime.stages.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
+    if step.data_rank == 0:
+        names, forms, views = runtime.job.streamed(names, {n: (x.shape, x.dtype) for n, x in stored.items()}, views)
         stored = {name: Stored(tuple(shape), dtype) for name, (shape, dtype) in forms.items()}
     keys, aliases = _first_keys(names)
     exported = Export(Path(out), {key: stored[name] for name, key in keys.items()}, max_file_nbytes, aliases)
@@ -196,7 +197,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None) -> TrainState[Te
         found = next((key for key in candidates if key in source.stored), None)
         if found is not None:
             keys[name] = found
-    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.names)}
+    known = {prefix + name for prefix in prefixes for name in (*names, *aliases, *step.runtime.job.names)}
     # Keys without the prefix of parameters are other values of the job.
     prefix = "model." if any(key.startswith("model.") for key in source.stored) else ""
     unknown = [k for k in source.stored if k not in known and k.startswith(prefix) and not is_added(k)]
@@ -225,8 +226,6 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     if is_deepspeeds(path):
         return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
-        from fzero.checkpoint.dcp_format import DcpReader
-
         return DcpReader(path), ("model.", "")
     return opened(files.find(path))[1], ("master.", "model.")
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fzero.common.plain_values import pack, unpack
 from fzero.comms.axes import CollectiveError, LockstepAxis, ProcessAxis, RankAxis
-from fzero.comms.hangs.failures import Explained
+from fzero.comms.hangs.failures import Explained, failed
 from fzero.comms.hangs.progress import HERE
 from fzero.comms.pending import SENDER, Letter, Letters, Pending, abandon, ended
 from fzero.comms.records import CommRecord, Label
@@ -71,7 +71,7 @@ def waited() -> dict[str, float]:
 def next_step(axis: RankAxis) -> None:
     """Starts to number collectives from 1 again, by which a report compares ranks; a step of a single rank is not counted."""
     if isinstance(axis, ProcessAxis) and axis.size > 1:
-        HERE.next_step()
+        HERE.num_steps, HERE.number = HERE.num_steps + 1, 0
 
 
 # --- collectives that overlap compute ----------------------------------------------------------------------------------
@@ -225,9 +225,8 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     x = x.contiguous()
     if pending := _in_one_call(_all_gather, rows, x, axis, None, label):
         return pending
-    with Explained(label):
-        works = [dist.all_gather([*map(_as_known, rows)], _as_known(x), group=axis.group, async_op=True)]
-    return Pending(label, works, None, rows)
+    gathered = [*map(_as_known, rows)], _as_known(x)
+    return Pending(label, _start(label, dist.all_gather, *gathered, axis=axis), None, rows)
 
 
 def _as_known(x: Tensor) -> Tensor:
@@ -281,10 +280,10 @@ def _in_one_call(
 
 
 def _start(
-    label: Label, collective: Callable[..., Any], *tensors: Tensor, axis: ProcessAxis, after: Pending | None = None
+    label: Label, collective: Callable[..., Any], *tensors: Any, axis: ProcessAxis, after: Pending | None = None
 ) -> list[dist.Work]:
     """Starts a collective now, or (on CUDA) on a stream that waits for `after` and the compute so far."""
-    with Explained(label):
+    try:
         if after is None or after.has_ended:
             return [collective(*tensors, group=axis.group, async_op=True)]
         stream = torch.cuda.Stream(tensors[0].device)  # type: ignore[no-untyped-call]
@@ -292,6 +291,10 @@ def _start(
         with torch.cuda.stream(stream):
             after.wait()
             return [collective(*tensors, group=axis.group, async_op=True)]
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        raise failed(label, error) from error
 
 
 def _swap(
@@ -335,7 +338,7 @@ def _report_all_reduce(full_P: Tensor, axis: RankAxis, label: Label) -> None:
 
 def _report(axis: RankAxis, collective: str, label: Label, num_elements: int, tensor: Tensor) -> None:
     if isinstance(axis, ProcessAxis):
-        HERE.start(label)
+        HERE.number, HERE.label = HERE.number + 1, label
     if axis.observe is not None:
         axis.observe(CommRecord(collective, axis.name, label, num_elements, num_elements * tensor.element_size()))
 

@@ -28,6 +28,8 @@ from fzero.comms.comm_hooks import CommHook, Sending, State
 from fzero.comms.pending import Pending, ended
 from fzero.comms.process_group import AnyRank, along
 from fzero.comms.records import CommRecord, Label
+from fzero.comms.stacked import StackedAxis
+from fzero.comms.traced import TracedAxis
 from sharding import DATA, Mesh
 
 if TYPE_CHECKING:
@@ -242,8 +244,6 @@ class OneRank:
 
 def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch.device) -> AxisMesh[TracedAxis]:
     """The mesh of one rank in a graph. *Collective* on several axes of processes, like `RankMesh.of`."""
-    from fzero.comms.traced import TracedAxis
-
     all_ranks, *several = _axes(world, plan)
     axes, replicate_axes = (tuple(TracedAxis.of(axis, device) for axis in own) for own in several)
     # An axis as long as the world has the world's group, so both take one name.
@@ -253,8 +253,6 @@ def traced_mesh(world: ProcessAxis | AbstractAxis, plan: Division, device: torch
 
 def stacked_mesh(ranks: Stacked, plan: Division) -> AxisMesh[StackedAxis]:
     """The mesh of all ranks at once."""
-    from fzero.comms.stacked import StackedAxis
-
     axes, replicate_axes = (tuple(map(ranks.axis, names)) for names in (plan.axes, plan.replicate_axes))
     return AxisMesh(StackedAxis(plan.world_size, ranks=ranks), axes, replicate_axes)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import CollectiveError
-from fzero.comms.hangs.failures import Explained
+from fzero.comms.hangs.failures import failed
 from fzero.comms.hangs.progress import HERE
 from fzero.comms.records import Label
 
@@ -81,9 +81,13 @@ class Pending:
         thread, began = get_ident(), time.perf_counter()
         HERE.waits[thread] = self.label
         try:
-            with Explained(self.label), profiler_range("wait", self.label):
+            with profiler_range("wait", self.label):
                 for work in self.works.result() if isinstance(self.works, Future) else self.works:
                     work.wait()
+        except CollectiveError:
+            raise
+        except RuntimeError as error:
+            raise failed(self.label, error) from error
         finally:
             HERE.waits.pop(thread, None)
             if not current_thread().name.startswith(SENDER):  # that thread waits in place of the caller

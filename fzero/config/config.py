@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from fzero.config.conflicts import conflicts
+from fzero.config.data_efficiency import data_warnings
 from fzero.config.elasticity import Elasticity
 from fzero.config.fields import (
     LOWER,
@@ -30,9 +32,14 @@ from fzero.config.fields import (
     message_of,
     names_in,
 )
+from fzero.config.files import read
+from fzero.config.model_warnings import unused_sparse_attention
 from fzero.config.offload import AIO
 from fzero.config.optimizer_block import AdamW, OptimizerBlock
+from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS, own_keys
 from fzero.config.precision import BF16, FP16, DataTypes, TorchAutocast
+from fzero.config.schedulers import SCHEDULERS, TorchScheduler
+from fzero.config.unused_keys import SAYS_NOT_YET, split_keys, unknown_key
 from fzero.config.zero import ActivationCheckpointing, ZeroOptimization
 from fzero.optim.loss_scale import LossScaling
 from fzero.optim.precision import Precision
@@ -256,16 +263,12 @@ class Config(Block):
     @property
     def conflicts(self) -> tuple[Note, ...]:
         """The given keys that have no effect beside the others, or contradict them, each with the reason."""
-        from fzero.config.conflicts import conflicts
-
         return conflicts(self, self._notes)
 
     def warn_of_no_effect(self, model: nn.Module) -> None:
         """Warns (`ConfigWarning`) of `conflicts` about quantized communication, of sparse attention that a model has not, and of
         blocks of data efficiency inside disabled ones."""
         if self.data_efficiency is not None or self.curriculum_learning is not None:
-            from fzero.config.data_efficiency import data_warnings  # loaded by now
-
             for text in data_warnings(self.data_efficiency, self.curriculum_learning):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
         quantizes = [
@@ -276,8 +279,6 @@ class Config(Block):
                 text = f"{note.key}: has no effect, for {note.reason}; leave it out"
                 warnings.warn(text, ConfigWarning, stacklevel=3)
         if self.sparse_attention is not None:
-            from fzero.config.model_warnings import unused_sparse_attention
-
             for text in unused_sparse_attention(self.sparse_attention, model):
                 warnings.warn(text, ConfigWarning, stacklevel=3)
 
@@ -300,11 +301,7 @@ class Config(Block):
         """
         if isinstance(source, Config):
             return source
-        from fzero.config.unused_keys import SAYS_NOT_YET, split_keys
-
         if isinstance(source, str | PathLike):
-            from fzero.config.files import read  # a mapping needs no parser
-
             source = read(source)
         if not isinstance(source, Mapping):
             raise ConfigError(
@@ -312,8 +309,6 @@ class Config(Block):
             )
         honoured = frozenset[str]()
         if "optimizer" in source:
-            from fzero.config.optimizers import own_keys
-
             honoured = own_keys(source)
         kept, notes, problems = split_keys(source, honoured=honoured)
         cfg, wrong = None, list(problems)
@@ -370,9 +365,6 @@ def _explain(detail: ErrorDetails) -> str:
     location: list[str] = []
     for index, part in enumerate(map(str, detail["loc"])):
         if index == 1 and location[0] in ("optimizer", "scheduler"):  # the member of the union, not a key
-            from fzero.config.optimizers import OPTIMIZERS, TORCH_OPTIMIZERS
-            from fzero.config.schedulers import SCHEDULERS, TorchScheduler
-
             block = {**OPTIMIZERS, **TORCH_OPTIMIZERS, **SCHEDULERS}.get(part, TorchScheduler)
             continue
         location.append(part)
@@ -388,6 +380,4 @@ def _explain(detail: ErrorDetails) -> str:
     key = location[-1]
     if key in block.model_fields:
         return f"{field}: stands beside {block.model_fields[key].alias!r}, which is the same; remove one of them"
-    from fzero.config.unused_keys import unknown_key
-
     return unknown_key(field, tuple(block.model_fields), tuple(names_in(Config)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from fzero.config.fields import PER_RANK, Block, Count, Elements, FolderOrFile, Number, Rate
+from fzero.data.schedules import Discrete, Root
 
 if TYPE_CHECKING:
     from fzero.data.schedules import Discrete, Root
@@ -63,8 +64,6 @@ class Difficulty(Block):
                 raise ValueError(f"schedule_config.{key}: is required for schedule_type {kind!r}; give a value")
         if kind == "custom":
             return None
-        from fzero.data.schedules import Discrete, Root  # a configuration without schedules does not load them
-
         if numbers.difficulty is not None and numbers.max_step is not None and kind == "fixed_discrete":
             return Discrete(numbers.difficulty, numbers.max_step)
         least, most = self.min_difficulty or 0, self.max_difficulty or 0
@@ -77,8 +76,6 @@ class Difficulty(Block):
 
     def warnings(self) -> list[str]:
         """A line where the first difficulty is not the smallest one, as in DeepSpeed."""
-        from fzero.data.schedules import Root
-
         schedule = self.schedule()
         if isinstance(schedule, Root) and (rest := schedule.minimum % schedule.multiple):
             return [
@@ -228,8 +225,6 @@ class LTDSchedule(Block):
 
     def schedule(self) -> Root:
         """r(n): the number of kept tokens after n updates."""
-        from fzero.data.schedules import Root
-
         numbers = self.schedule_config
         if self.min_value > self.max_value:
             raise ValueError(f"min_value: must be at most max_value, {self.max_value}, got {self.min_value}; lower it")

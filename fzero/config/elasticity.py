@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, model_validator
 
+from fzero.config.elastic_sizes import elastic_batch, elastic_batch_of_nodes
 from fzero.config.fields import Block, Count, Number, only
 
 if TYPE_CHECKING:
@@ -77,8 +78,6 @@ class Elasticity(Block):
         Raises:
             ValueError: no batch fits, or none for this number.
         """
-        from fzero.config.elastic_sizes import elastic_batch, elastic_batch_of_nodes
-
         sizes, most, is_larger = self.micro_batch_sizes, self.max_train_batch_size, self.prefer_larger_batch
         assert sizes is not None and most is not None
         limits = {"min_ranks": self.min_gpus, "max_ranks": self.max_gpus, "most": most}

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import model_validator
 
+from fzero.attention.patterns import PATTERNS
+from fzero.attention.sparsity_config import KINDS
 from fzero.config.fields import Block, Count, Elements
 
 if TYPE_CHECKING:
@@ -72,14 +74,10 @@ class SparseAttention(Block):
     @property
     def pattern(self) -> Pattern:
         """The pattern, which makes layouts of any length."""
-        from fzero.attention.patterns import PATTERNS
-
         return PATTERNS[self.mode](**self.options)
 
     def sparsity_config(self, num_heads: int, *, seed: int = 0) -> SparsityConfig:
         """The `SparsityConfig` for a number of heads, as `SparseSelfAttention` takes it."""
-        from fzero.attention.sparsity_config import KINDS
-
         return KINDS[self.mode](num_heads, self.block, **self.options, seed=seed)
 
     def as_read(self) -> dict[str, Any]:

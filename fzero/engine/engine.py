@@ -42,11 +42,10 @@ from fzero.engine.step_log import CommsLog, StepLog, dtype_of
 from fzero.model.errors import not_trained
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
-from fzero.runtime.ending import end
 from fzero.runtime.finish import Outcome
 from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
 from fzero.state import Metrics, TrainState
-from fzero.step import AccumulationWindow, TrainStep
+from fzero.step import AccumulationWindow, TrainStep, end
 from fzero.storage.shard_transfer import read_later
 
 T = TypeVar("T")
@@ -421,7 +420,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
         """
         runtime = self.train_step.runtime
-        if self.optimizer is None or self.is_gathered or runtime.stages is not None or runtime.changes.views:
+        if self.optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
             if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
                 raise not_trained(name)
             return False

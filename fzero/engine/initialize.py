@@ -173,7 +173,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice |
         return TrainStep(spec, bind(None, spec.device))
     num_data = max(1, model.topology().get_dim("data"))
     mesh = Mesh.of(pipe=model.num_stages, data=num_data)
-    return TrainStep(replace(spec, pipeline=Pipeline()), bind(mesh, spec.device))
+    return TrainStep(replace(spec, parallelism=Pipeline()), bind(mesh, spec.device))
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:

@@ -110,7 +110,7 @@ class PipelineEngine(Engine):
         self._begin_batch()
         active, of_training = self.active_step(), self._data_iterator
         run = active.runtime
-        stages, program = stages_of(run), run.runs
+        stages, program = stages_of(run), run.program
         assert isinstance(program, PipelineProgram)
         try:
             items = stages.agreed(self.state, self._items(data_iter), lambda one: list(islice(one, number)))
@@ -132,7 +132,7 @@ class PipelineEngine(Engine):
         return torch.zeros((), device=self.device) if self._last_loss is None else self._last_loss
 
     def _keep_loss(self, step: TrainStep) -> None:
-        program = step.runtime.runs
+        program = step.runtime.program
         assert isinstance(program, PipelineProgram)
         self._last_loss = program.last_loss[0] if program.last_loss else None
 
@@ -172,7 +172,7 @@ class PipelineEngine(Engine):
         """Sets the number of micro-batches of a step from here on."""
         super().set_train_batch_size(train_batch_size)
         step = self.train_step
-        program, pipeline, number = step.runtime.runs, step.spec.pipeline, self.micro_batches
+        program, pipeline, number = step.runtime.program, step.spec.parallelism, self.micro_batches
         assert isinstance(program, PipelineProgram)
         order: Any = getattr(pipeline, "order", None)
         program = replace(program, order=plan_order(order, self.num_stages, number))

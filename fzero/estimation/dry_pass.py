@@ -7,9 +7,10 @@ lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import assert_never
 
 from fzero.estimation.ledger import MemoryLedger
 from fzero.estimation.unit_events import Part, follow
@@ -102,8 +103,31 @@ class DryPass:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes what the scheduler returned."""
-        for event in events:
-            EXECUTORS[event.kind](self, event.unit)
+        for kind, unit in events:
+            match kind:
+                case "gather":
+                    self._gather(unit)
+                case "prefetch_shards":
+                    self._prefetch(unit)
+                case "wait_gather":
+                    self._wait_gather(unit)
+                case "release":
+                    self._release(unit)
+                case "drop_gather":
+                    self._wait_gather(unit)
+                    self._release(unit)
+                case "collect":
+                    self._collect(unit)
+                case "reduce" | "keep":
+                    self._reduce(unit)
+                case "end_reduce":
+                    self._end_reduce()
+                case "boundary":
+                    pass
+                case "negotiate" | "depart" | "end" | "use" | "grad":
+                    raise AssertionError(f"a scheduler that follows an order returns no {kind}")
+                case _:
+                    assert_never(kind)
 
     # --- gathers -------------------------------------------------------------------------------------------------
 
@@ -175,10 +199,6 @@ class DryPass:
         for taken in gather.full:
             self.ledger.give(taken)
 
-    def _drop_gather(self, name: str) -> None:
-        self._wait_gather(name)
-        self._release(name)
-
     # --- gradients -----------------------------------------------------------------------------------------------
 
     def _collect(self, key: str) -> None:
@@ -249,18 +269,3 @@ class DryPass:
         ledger.add("arrivals", -reduction.arriving)
         for taken in reduction.full:
             ledger.give(taken)
-
-
-EXECUTORS: dict[str, Callable[[DryPass, str], object]] = {
-    "gather": DryPass._gather,
-    "prefetch_shards": DryPass._prefetch,
-    "wait_gather": DryPass._wait_gather,
-    "release": DryPass._release,
-    "drop_gather": DryPass._drop_gather,
-    "boundary": lambda work, _: None,
-    "collect": DryPass._collect,
-    "keep": DryPass._reduce,
-    "reduce": DryPass._reduce,
-    "end_reduce": lambda work, _: work._end_reduce(),
-}
-"""What each kind of event does on a ledger."""

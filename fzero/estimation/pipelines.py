@@ -34,6 +34,7 @@ from fzero.estimation.pipeline_layers import PlannedLayers, TracedLayers, of_sta
 from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder
 from fzero.pipeline.partition import Bounds, check_bounds, partition_by_cost
+from fzero.pipeline.picture import draw_timeline
 from fzero.pipeline.timeline import PipelineTimeline, chunk_costs, predict
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.units import blocks_of
@@ -131,8 +132,6 @@ class PipelinePlan:
 
     def draw(self) -> Figure:
         """The picture of the order on these costs: stages by time. Needs matplotlib (extra `demo`)."""
-        from fzero.pipeline.picture import draw_timeline
-
         return draw_timeline(self.timeline, after=self.reduces)
 
     def __rich__(self) -> Group:
@@ -302,7 +301,7 @@ def explain_pipeline(step: Pipelined, batch: Any, *, machine: MachineModel | Non
         )
     spec, run = step.spec, step.runtime
     first = next(iter(run.batches.split(batch)))
-    pipe: Any = spec.pipeline
+    pipe: Any = spec.parallelism
     model, order, bounds = pipe.division(spec, step.mesh)
     device: Device = "cuda" if run.device.type == "cuda" else "cpu"
     traced = TracedLayers(model, of_stages(spec.cfg), first, machine, loss_fn=spec.loss_fn, device=device)

@@ -70,7 +70,7 @@ def generating(
     model, dtype = step.spec.model, step.runtime.autocast
     casts = nullcontext() if dtype is None else torch.autocast(step.device.type, dtype=dtype)
     if by == "unit":
-        with inspecting(step.runtime, state, "generate", generates=True), torch.no_grad(), casts:
+        with inspecting(step.runtime, state, "generate", calls_vary=True), torch.no_grad(), casts:
             yield model
         return
     params, flats = _full(step, state, copies=writable)
@@ -103,8 +103,7 @@ def check_whole(step: TrainStep, call: str) -> None:
             f"{call}: step must be what make_train_step returned, got {type(step).__name__}; load what gather(state) "
             f"of simulated ranks returns into a plain model"
         )
-    stages = step.runtime.stages
-    if stages is not None and stages.num_stages > 1:
+    if not step.runtime.job.is_whole:
         raise ValueError(
             f"{call}: the step must have the whole model, and is that of a pipeline stage; save a checkpoint, and load it into a "
             f"step without pipeline="

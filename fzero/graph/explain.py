@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def trace(step: Explained, batch: Any) -> list[Captured]:
     """See `TrainStep.trace`."""
-    if step.runtime.spec.is_stage:
+    if step.runtime.spec.is_part:
         raise ValueError("trace: a pipeline runs in no graph, got one; explain(batch) predicts its stages over time")
     micro_batches, program = list(step.runtime.batches.split(batch)), step.program
     if program is None or program.until == "gradients":  # in a dry run all state is on the device

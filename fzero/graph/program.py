@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import optree
 import torch
@@ -25,7 +25,8 @@ from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
 from fzero.runtime.finish import Collected, GradNorms
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explained
+from fzero.runtime.programs import evaluated
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
@@ -50,6 +51,7 @@ class GraphProgram:
     hyper: Hyper
     until: Literal["gradients", "update"]
     stacked: Stacked | None = None
+    is_graph: ClassVar[bool] = True
 
     @classmethod
     def make(
@@ -85,9 +87,17 @@ class GraphProgram:
         compiled = CompiledStep(replace(run, plan=plan, ranks=axis), transforms, backend, stacked)
         return cls(compiled, hyper, until, stacked)
 
+    def following(self, run: StepRuntime) -> Self:
+        """A program of its own: graphs hold the numbers of their optimizers."""
+        return type(self).make(run, self.compiled.backend, self.stacked, until=self.until)
+
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same program, whose collectives are also reported to `observe`."""
         return replace(self, compiled=self.compiled.observed(observe))
+
+    def split(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
+        """This rank's micro-batches."""
+        return list(run.batches.split(batch))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
         """One step on this rank's micro-batches, or on those of all ranks, without its end. *Collective:* every rank."""
@@ -135,8 +145,17 @@ class GraphProgram:
         hyper = run.updater.hyper(num_updates())
         return Collected(state, stats_AW4, is_sum, buffers, rng, hook_states, hyper, transfer, norms)
 
-    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
-        """This rank's loss on a batch, and its weight if it is a sum, in the model's present mode. *Collective:* every rank."""
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
+        """The mean loss over ranks, in evaluation mode. *Collective:* every rank."""
+
+        def compute() -> tuple[Tensor, Tensor | None]:
+            run.spec.model.eval()
+            return self._loss(run, state, batch)
+
+        return evaluated(run, state, compute)
+
+    def _loss(self, run: StepRuntime, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
+        """This rank's loss on a batch, and its weight if it is a sum."""
         run.learned.num_passes += 1
         buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
         with self._loaded(run, run.offload.transfer(run.scratch), state) as params:

@@ -70,7 +70,7 @@ class StepFunctions:
         self.axes = _by_group(self._graph)
         self._rules, self._num_micro_steps = run.rules, plan.num_micro_steps
         self._comm_hooks, self._trained = plan.comm_hooks, tuple(flat for flat in plan.flat_buffers if flat.trainable)
-        self._transforms, self._kind_of, self._ranges = transforms, run.updater.kind_of, run.changes.ranges
+        self._transforms, self._kinds, self._ranges = transforms, run.updater.kinds, run.changes.ranges
         self.model = ModelInGraph(run, self._graph, self._ranks)
 
     @property
@@ -227,7 +227,7 @@ class StepFunctions:
                 optimizer_update(transform, kept, grad, optimizer, donate=True)
 
             written = [grad, kept, *optree.tree_leaves(optimizer), *([] if out is None else [out])]
-            repeats(write, written, kind=self._kind_of(flat))
+            repeats(write, written, kind=self._kinds[flat.key])
 
         self._ranks.in_turn(update, grad, kept, state.optimizer[flat.key], start, skip, factor, out)
         if flat.flow.joins_over:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,10 +28,9 @@ from fzero.model.binding import random_state
 from fzero.pipeline.cut_backward import cut_backward
 from fzero.pipeline.layers import StageLayers
 from fzero.pipeline.messages import Expected, Mailbox, Message, Received, Route, tensors_in
-from fzero.pipeline.orders import COMPUTE, PipeOrder
+from fzero.pipeline.orders import COMPUTE, PipeEvent, PipeOrder
 from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
-from fzero.plans.unit_orders import Event
 from fzero.runtime import phases
 from fzero.runtime.autograd_nodes import Visits
 from fzero.runtime.eager import recomputing
@@ -51,7 +50,7 @@ _LOSSES = Label("loss_stats", phase="boundary")
 
 @dataclass(frozen=True)
 class PipelineProgram:
-    """The forwards and backwards of one stage; a `Program` of its runtime.
+    """The forwards and backwards of one stage; a `fzero.runtime.programs.Program` of its runtime.
 
     Attributes:
         model: this stage's layers.
@@ -72,9 +71,14 @@ class PipelineProgram:
     blocks: Blocks
     mailbox: Mailbox
     last_loss: list[Tensor] = field(default_factory=list, compare=False)
+    is_graph: ClassVar[bool] = False
+
+    def split(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
+        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers."""
+        return stages_of(run).agreed(state, batch, lambda given: list(run.batches.split(given)))
 
     def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-        """See `fzero.runtime.phases.forward_backward`. *Collective:* every rank."""
+        """The gradients of a step on these micro-batches. *Collective:* every rank."""
         stages = stages_of(run)
         with self._sending():
             window = phases.begin(run, state, measures_early=True)
@@ -91,8 +95,15 @@ class PipelineProgram:
             stats_AW4 = stages.loss_stats(run, collected.loss_stats[training.rows])
         return collected._replace(loss_stats=stats_AW4, is_sum=bool(stats_AW4[0, 0, 1] >= 0))
 
-    def evaluate(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Tensor:
-        """The mean loss of micro-batches, without gradients. *Collective:* every rank."""
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
+        """The mean loss of one (inputs, labels), or of as many micro-batches as a step takes from an iterator, without gradients.
+
+        *Collective:* every rank.
+        """
+        split = run.batches.split
+        micro_batches = stages_of(run).agreed(
+            state, batch, lambda one: list(split(one)) if isinstance(one, Iterator) else [one]
+        )
         return self.mean_loss(run, self.outputs(run, state, micro_batches), len(micro_batches))
 
     def mean_loss(self, run: StepRuntime, passes: Passes, num_micro_batches: int) -> Tensor:
@@ -119,6 +130,10 @@ class PipelineProgram:
                 module.training = mode
         return passes
 
+    def following(self, run: StepRuntime) -> PipelineProgram:
+        """The same program, which reads its optimizers from the runtime."""
+        return self
+
     def observed(self, observe: Callable[[CommRecord], None]) -> PipelineProgram:
         """The same program, whose messages are also reported to `observe`."""
         return replace(self, mailbox=replace(self.mailbox, ways=self.mailbox.ways.observed(observe)))
@@ -141,11 +156,11 @@ class PipelineProgram:
 
 def stages_of(run: StepRuntime) -> Stages:
     """The stages of a pipelined step."""
-    assert isinstance(run.stages, Stages)
-    return run.stages
+    assert isinstance(run.job, Stages)
+    return run.job
 
 
-def message_of(order: PipeOrder, event: Event) -> Message:
+def message_of(order: PipeOrder, event: PipeEvent) -> Message:
     """The message that an event sends or receives."""
     is_output = event.kind in ("send_output", "receive_input")
     chunk = event.chunk - (event.kind in ("receive_input", "send_gradient"))
@@ -188,17 +203,17 @@ class Passes:
         self.outgoing: dict[tuple[int, int], Any] = {}
         self.results: list[Any] = []
         self.losses: list[Tensor] = []
-        self.do: dict[str, Callable[[Event], None]] = {
+        self.do: dict[str, Callable[[PipeEvent], None]] = {
             "forward": self.forward, "receive_input": self.receive_input, "send_output": self.send_output,
         }  # fmt: skip
 
-    def receive_input(self, event: Event) -> None:
+    def receive_input(self, event: PipeEvent) -> None:
         self.inputs[event.chunk, event.micro_batch] = self.mailbox.receive(message_of(self.order, event))
 
-    def send_output(self, event: Event) -> None:
+    def send_output(self, event: PipeEvent) -> None:
         self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
 
-    def forward(self, event: Event) -> None:
+    def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         x = (
             self._first(number)
@@ -296,7 +311,7 @@ class _Training(Passes):
 
     # --- forwards -------------------------------------------------------------------------------------------------
 
-    def forward(self, event: Event) -> None:
+    def forward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         grads: list[Tensor | None] = []
         inputs: list[GradientEdge] = []
@@ -349,14 +364,14 @@ class _Training(Passes):
 
     # --- backwards ------------------------------------------------------------------------------------------------
 
-    def receive_gradient(self, event: Event) -> None:
+    def receive_gradient(self, event: PipeEvent) -> None:
         received = self.mailbox.receive(message_of(self.order, event))
         self.is_sum, *self.output_grads[event.chunk, event.micro_batch] = received.filled(received.tensors)
 
-    def send_gradient(self, event: Event) -> None:
+    def send_gradient(self, event: PipeEvent) -> None:
         self.mailbox.send(message_of(self.order, event), self.outgoing.pop((event.chunk, event.micro_batch)))
 
-    def backward(self, event: Event) -> None:
+    def backward(self, event: PipeEvent) -> None:
         chunk, number = event.chunk, event.micro_batch
         opened = self.opened.pop((chunk, number))
         roots, grads = self._roots(chunk, number, opened)
@@ -365,7 +380,7 @@ class _Training(Passes):
                 torch.autograd.backward(roots, grads)
         self._return(chunk, number, opened)
 
-    def backward_input(self, event: Event) -> None:
+    def backward_input(self, event: PipeEvent) -> None:
         """The part of a backward that the stage before waits for: the gradients of a chunk's inputs."""
         chunk, number = event.chunk, event.micro_batch
         opened = self.opened[chunk, number]
@@ -377,7 +392,7 @@ class _Training(Passes):
                 opened.input_grads[:], self.waiting[chunk, number] = cut_backward(roots, grads, opened.inputs)
         self._return(chunk, number, opened)
 
-    def backward_weight(self, event: Event) -> None:
+    def backward_weight(self, event: PipeEvent) -> None:
         """The rest of a backward: the gradients of a chunk's weights."""
         place = event.chunk, event.micro_batch
         rest = self.waiting.pop(place)

@@ -16,6 +16,7 @@ from fzero.pipeline.orders import (
     Events,
     Order,
     OrderError,
+    PipeEvent,
     PipeOrder,
     named_order,
     needs,
@@ -23,7 +24,6 @@ from fzero.pipeline.orders import (
     sends,
     with_transfers,
 )
-from fzero.plans.unit_orders import Event
 
 
 def plan_order(order: Order | str, stages: int, micro_batches: int) -> PipeOrder:
@@ -73,7 +73,7 @@ def order_of(name: str, micro_batches: int, events: Events) -> PipeOrder:
     """The order of given events: chunks are where their events are; sends and receives are added, and in flight is counted."""
     for stage, own in enumerate(events):
         for event in own:
-            if not isinstance(event, Event) or event.kind not in (*COMPUTE, *TRANSFERS):
+            if not isinstance(event, PipeEvent) or event.kind not in (*COMPUTE, *TRANSFERS):
                 raise OrderError(
                     f"order {name!r}, stage {stage}: every event must be one of {', '.join((*COMPUTE, *TRANSFERS))}, "
                     f"got {event!r}; make them with F, B, I and W of fzero.pipeline"
@@ -145,16 +145,16 @@ def _at(name: str, stage: int) -> str:
     return f"order {name!r}, stage {stage}"
 
 
-def _check_micro_batches(order: PipeOrder, stage: int, events: Iterable[Event]) -> None:
+def _check_micro_batches(order: PipeOrder, stage: int, events: Iterable[PipeEvent]) -> None:
     """Rule 1, without the order on the stage."""
     counts = Counter(event for event in events if event.kind in COMPUTE)
     pairs = [(i, chunk) for chunk in order.chunks_of(stage) for i in range(order.micro_batches)]
-    expected = Counter[Event]()
+    expected = Counter[PipeEvent]()
     for i, chunk in pairs:
-        expected[Event("forward", "", i, chunk)] = 1
+        expected[PipeEvent("forward", i, chunk)] = 1
         if order.has_backward:
-            halves = [Event("backward_input", "", i, chunk), Event("backward_weight", "", i, chunk)]
-            expected.update(halves if any(map(counts.get, halves)) else [Event("backward", "", i, chunk)])
+            halves = [PipeEvent("backward_input", i, chunk), PipeEvent("backward_weight", i, chunk)]
+            expected.update(halves if any(map(counts.get, halves)) else [PipeEvent("backward", i, chunk)])
     for problem, events_ in (("is missing", expected - counts), ("is one too many", counts - expected)):
         if first := min(events_, default=None, key=lambda event: (event.micro_batch, event.chunk)):
             rule = (
@@ -172,12 +172,12 @@ class _Stage:
     name: str
     stage: int
     stage_of: Sequence[int] | None = None
-    done: set[Event] = field(default_factory=set)
+    done: set[PipeEvent] = field(default_factory=set)
 
-    def count(self, events: Iterable[Event]) -> tuple[int, int]:
+    def count(self, events: Iterable[PipeEvent]) -> tuple[int, int]:
         """The most forwards in flight, and the most `I` without their `W`."""
         in_flight = waiting = most_in_flight = most_waiting = 0
-        owed = list[Event]()
+        owed = list[PipeEvent]()
         for index, event in enumerate(events):
             if self.stage_of is not None:
                 self.check(index, event, owed)
@@ -187,9 +187,9 @@ class _Stage:
             most_in_flight, most_waiting = max(most_in_flight, in_flight), max(most_waiting, waiting)
         return most_in_flight, most_waiting
 
-    def check(self, index: int, event: Event, owed: list[Event]) -> None:
+    def check(self, index: int, event: PipeEvent, owed: list[PipeEvent]) -> None:
         assert self.stage_of is not None
-        kind, _, micro_batch, chunk = event
+        kind, micro_batch, chunk = event
         where = f"{_at(self.name, self.stage)}, event {index} ({event})"
         if kind in TRANSFERS:
             if kind.startswith("send"):
@@ -200,7 +200,7 @@ class _Stage:
                 owed.remove(event)
             return
         first = {"backward": "forward", "backward_input": "forward", "backward_weight": "backward_input"}.get(kind)
-        if first and Event(first, "", micro_batch, chunk) not in self.done:  # type: ignore[arg-type]
+        if first and PipeEvent(first, micro_batch, chunk) not in self.done:  # type: ignore[arg-type]
             raise OrderError(f"{where}: must be after {first} {micro_batch}, got it before; move it")
         for needed in made_here(event, self.stage, self.stage_of):
             if not any(one in self.done for one in needed):
@@ -213,18 +213,18 @@ class _Stage:
         owed.extend(sends(event, self.stage, self.stage_of))
 
 
-def made_here(event: Event, stage: int, stage_of: Sequence[int]) -> Iterable[tuple[Event, ...]]:
+def made_here(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterable[tuple[PipeEvent, ...]]:
     """What an event needs of a neighbouring chunk on the same stage: one event of each tuple."""
-    kind, _, micro_batch, chunk = event
+    kind, micro_batch, chunk = event
     if kind == "forward" and chunk > 0 and stage_of[chunk - 1] == stage:
-        yield (Event("forward", "", micro_batch, chunk - 1),)
+        yield (PipeEvent("forward", micro_batch, chunk - 1),)
     if kind in ("backward", "backward_input") and chunk + 1 < len(stage_of) and stage_of[chunk + 1] == stage:
-        yield Event("backward", "", micro_batch, chunk + 1), Event("backward_input", "", micro_batch, chunk + 1)
+        yield PipeEvent("backward", micro_batch, chunk + 1), PipeEvent("backward_input", micro_batch, chunk + 1)
 
 
 def _check_pairs(order: PipeOrder) -> None:
     """Rule 3."""
-    sent, received = (defaultdict[tuple[int, int], list[Event]](list) for _ in range(2))
+    sent, received = (defaultdict[tuple[int, int], list[PipeEvent]](list) for _ in range(2))
     for stage, events in enumerate(order.events):
         for event in events:
             if event.kind.startswith("send"):
@@ -244,7 +244,7 @@ def _check_pairs(order: PipeOrder) -> None:
 
 def _check_progress(order: PipeOrder) -> None:
     """Rule 4: every stage runs until it must wait; if all wait, they wait for ever."""
-    place, sent = [0] * order.stages, set[Event]()
+    place, sent = [0] * order.stages, set[PipeEvent]()
     has_moved = True
     while has_moved:
         has_moved = False

@@ -1,7 +1,7 @@
 """Orders of a pipeline as values: which micro-batch each stage computes when, and what it sends and receives in between.
 
 Layers are cut into chunks; a stage (a coordinate on the mesh axis `pipe`) holds one chunk, or several if the order is
-interleaved. An order is a tuple of events for each stage, in the algebra of `fzero.plans.unit_orders`:
+interleaved. An order is a tuple of `PipeEvent`s for each stage:
 
 | kind | short | what happens to a micro-batch |
 | --- | --- | --- |
@@ -14,6 +14,7 @@ interleaved. An order is a tuple of events for each stage, in the algebra of `fz
 | send_gradient | | the gradient of the chunk's input starts on its way to the stage of the chunk before |
 | receive_gradient | | the gradient of the chunk's output is waited for, from the stage of the next chunk |
 
+Between these events a stage gathers and reduces its units, whose events are of another type (`fzero.plans.unit_orders`).
 A send does not wait for its receive. From one stage to another, messages are received in the order in which they are sent; so
 they need no tags. Two neighbours on one stage send each other nothing.
 
@@ -31,9 +32,8 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from fzero.plans.unit_orders import Event
 from sharding.checks import check_at_least
 
 COMPUTE = {"forward": "F", "backward": "B", "backward_input": "I", "backward_weight": "W"}
@@ -42,32 +42,50 @@ COMPUTE = {"forward": "F", "backward": "B", "backward_input": "I", "backward_wei
 TRANSFERS = ("send_output", "receive_input", "send_gradient", "receive_gradient")
 
 
+class PipeEvent(NamedTuple):
+    """Something that happens to a micro-batch on a chunk of layers; the module has a table of the kinds.
+
+    >>> print(PipeEvent("send_output", 3), PipeEvent("backward", 3, chunk=1), sep=", ")
+    send_output 3, backward 3 of chunk 1
+    """
+
+    kind: Literal[
+        "forward", "backward", "backward_input", "backward_weight",
+        "send_output", "receive_input", "send_gradient", "receive_gradient",
+    ]  # fmt: skip
+    micro_batch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.micro_batch}" + (f" of chunk {self.chunk}" if self.chunk else "")
+
+
 class OrderError(ValueError):
     """An order of a pipeline that cannot run, or does not do what it declares."""
 
 
-def F(micro_batch: int, chunk: int = 0) -> Event:
+def F(micro_batch: int, chunk: int = 0) -> PipeEvent:
     """The forward of a micro-batch.
 
     >>> print(F(2), B(2), I(2, 1), W(2, 1), sep=", ")
     forward 2, backward 2, backward_input 2 of chunk 1, backward_weight 2 of chunk 1
     """
-    return Event("forward", "", micro_batch, chunk)
+    return PipeEvent("forward", micro_batch, chunk)
 
 
-def B(micro_batch: int, chunk: int = 0) -> Event:
+def B(micro_batch: int, chunk: int = 0) -> PipeEvent:
     """The whole backward of a micro-batch."""
-    return Event("backward", "", micro_batch, chunk)
+    return PipeEvent("backward", micro_batch, chunk)
 
 
-def I(micro_batch: int, chunk: int = 0) -> Event:  # noqa: E743
+def I(micro_batch: int, chunk: int = 0) -> PipeEvent:  # noqa: E743
     """The backward of a micro-batch to the input of the chunk; `W` is the rest."""
-    return Event("backward_input", "", micro_batch, chunk)
+    return PipeEvent("backward_input", micro_batch, chunk)
 
 
-def W(micro_batch: int, chunk: int = 0) -> Event:
+def W(micro_batch: int, chunk: int = 0) -> PipeEvent:
     """The backward of a micro-batch to the weights of the chunk, after `I`."""
-    return Event("backward_weight", "", micro_batch, chunk)
+    return PipeEvent("backward_weight", micro_batch, chunk)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +109,7 @@ class PipeOrder:
     name: str
     micro_batches: int
     stage_of: tuple[int, ...]
-    events: tuple[tuple[Event, ...], ...]
+    events: tuple[tuple[PipeEvent, ...], ...]
     in_flight: tuple[int, ...]
     waiting: tuple[int, ...] = field(default=())
     has_backward: bool = field(init=False, repr=False, compare=False)
@@ -126,11 +144,11 @@ class PipeOrder:
         """
         return tuple(chunk for chunk, holder in enumerate(self.stage_of) if holder == stage)
 
-    def compute(self, stage: int) -> tuple[Event, ...]:
+    def compute(self, stage: int) -> tuple[PipeEvent, ...]:
         """The events of a stage without its sends and receives."""
         return tuple(event for event in self.events[stage] if event.kind in COMPUTE)
 
-    def peer(self, event: Event) -> int:
+    def peer(self, event: PipeEvent) -> int:
         """The stage at the other end of a send or receive."""
         is_upward = event.kind in ("send_output", "receive_gradient")
         return self.stage_of[event.chunk + (1 if is_upward else -1)]
@@ -143,13 +161,13 @@ class PipeOrder:
         return "\n".join(lines)
 
 
-Events: TypeAlias = Sequence[Sequence[Event]]
+Events: TypeAlias = Sequence[Sequence[PipeEvent]]
 
 Order: TypeAlias = Callable[[int, int], "PipeOrder | Events"]
 """A function of the numbers of stages and micro-batches; see `plan_order`."""
 
 
-def short(event: Event, *, of_chunk: bool = False) -> str:
+def short(event: PipeEvent, *, of_chunk: bool = False) -> str:
     """The short name of an event that computes: `F3`, or `F3.1` with its chunk."""
     return f"{COMPUTE[event.kind]}{event.micro_batch}" + (f".{event.chunk}" if of_chunk else "")
 
@@ -190,7 +208,7 @@ def one_f_one_b(stages: int, micro_batches: int) -> PipeOrder:
     return _order("1F1B", micro_batches, events, in_flight=[min(stages - s, micro_batches) for s in range(stages)])
 
 
-def tick(event: Event, stages: int) -> int:
+def tick(event: PipeEvent, stages: int) -> int:
     """The tick at which DeepSpeed's training schedule has an F or B; there are 2(m + p - 1) ticks.
 
     >>> [tick(event, 4) for event in (F(0, 1), B(0, 1), F(3, 1))]
@@ -300,7 +318,7 @@ def named_order(name: str) -> Order:
 # --- sends and receives ------------------------------------------------------------------------------------------------------
 
 
-def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[tuple[Event, ...], ...]:
+def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[tuple[PipeEvent, ...], ...]:
     """The events of stages with the sends and receives that they need, if they have none.
 
     A send follows the event that makes its message. A receive stands right before the first event that needs its message or one
@@ -313,7 +331,9 @@ def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[
     """
     if any(event.kind in TRANSFERS for stage in events for event in stage):
         return tuple(map(tuple, events))
-    sent = defaultdict[tuple[int, int], deque[Event]](deque)  # by (from, to), the receives of what is sent, in order
+    sent = defaultdict[tuple[int, int], deque[PipeEvent]](
+        deque
+    )  # by (from, to), the receives of what is sent, in order
     for stage, own in enumerate(events):
         for event in own:
             for send in sends(event, stage, stage_of):
@@ -323,9 +343,13 @@ def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[
 
 
 def _with_own_transfers(
-    name: str, stage: int, events: Iterable[Event], stage_of: Sequence[int], sent: dict[tuple[int, int], deque[Event]]
-) -> Iterator[Event]:
-    received = set[Event]()
+    name: str,
+    stage: int,
+    events: Iterable[PipeEvent],
+    stage_of: Sequence[int],
+    sent: dict[tuple[int, int], deque[PipeEvent]],
+) -> Iterator[PipeEvent]:
+    received = set[PipeEvent]()
     for event in events:
         for receive, there in needs(event, stage, stage_of):
             arriving = sent[there, stage]
@@ -343,29 +367,29 @@ def _with_own_transfers(
         yield from sends(event, stage, stage_of)
 
 
-def needs(event: Event, stage: int, stage_of: Sequence[int]) -> Iterator[tuple[Event, int]]:
+def needs(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[tuple[PipeEvent, int]]:
     """The receive that must precede an event, and the stage that the message comes from; none if it is made on the same stage."""
-    kind, _, micro_batch, chunk = event
+    kind, micro_batch, chunk = event
     if kind == "forward" and chunk > 0 and stage_of[chunk - 1] != stage:
-        yield Event("receive_input", "", micro_batch, chunk), stage_of[chunk - 1]
+        yield PipeEvent("receive_input", micro_batch, chunk), stage_of[chunk - 1]
     if kind in ("backward", "backward_input") and chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
-        yield Event("receive_gradient", "", micro_batch, chunk), stage_of[chunk + 1]
+        yield PipeEvent("receive_gradient", micro_batch, chunk), stage_of[chunk + 1]
 
 
-def sends(event: Event, stage: int, stage_of: Sequence[int]) -> Iterator[Event]:
+def sends(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[PipeEvent]:
     """The send of what an event makes; none if it is needed on the same stage, or by none."""
-    kind, _, micro_batch, chunk = event
+    kind, micro_batch, chunk = event
     if kind == "forward" and chunk + 1 < len(stage_of) and stage_of[chunk + 1] != stage:
-        yield Event("send_output", "", micro_batch, chunk)
+        yield PipeEvent("send_output", micro_batch, chunk)
     if kind in ("backward", "backward_input") and chunk > 0 and stage_of[chunk - 1] != stage:
-        yield Event("send_gradient", "", micro_batch, chunk)
+        yield PipeEvent("send_gradient", micro_batch, chunk)
 
 
-def receive_of(send: Event, stage_of: Sequence[int]) -> tuple[int, Event]:
+def receive_of(send: PipeEvent, stage_of: Sequence[int]) -> tuple[int, PipeEvent]:
     """The stage that a send goes to, and the receive of it there."""
     if send.kind == "send_output":
-        return stage_of[send.chunk + 1], Event("receive_input", "", send.micro_batch, send.chunk + 1)
-    return stage_of[send.chunk - 1], Event("receive_gradient", "", send.micro_batch, send.chunk - 1)
+        return stage_of[send.chunk + 1], PipeEvent("receive_input", send.micro_batch, send.chunk + 1)
+    return stage_of[send.chunk - 1], PipeEvent("receive_gradient", send.micro_batch, send.chunk - 1)
 
 
 # --- parts ---------------------------------------------------------------------------------------------------------------------
@@ -376,7 +400,7 @@ def _check(stages: int, micro_batches: int) -> None:
     check_at_least("order", "micro_batches", micro_batches, 1)
 
 
-def _merge(forwards: Sequence[Event], backwards: Sequence[tuple[Event, ...]], ahead: int) -> list[Event]:
+def _merge(forwards: Sequence[PipeEvent], backwards: Sequence[tuple[PipeEvent, ...]], ahead: int) -> list[PipeEvent]:
     """`ahead` forwards, then one backward and one forward in turn, while there are any."""
     events = list(forwards[:ahead])
     for number, parts in enumerate(backwards):

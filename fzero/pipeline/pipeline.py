@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -30,13 +30,15 @@ from fzero.pipeline.order_check import plan_order
 from fzero.pipeline.orders import Order, PipeOrder, with_transfers
 from fzero.pipeline.partition import Bounds
 from fzero.pipeline.stages import Stages, Tie, order_of
-from fzero.plans.mesh_axes import PIPE
 from fzero.plans.param_groups import group_of
-from fzero.plans.plan import FlatParamPlan
+from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.plans.staged import StagedPlan
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, check_same
 from sharding import DATA, Mesh
+
+PIPE = "pipe"
+"""The mesh axis of the stages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Pipeline:
     order: Order | str = "1f1b"
     partition: str | Sequence[Any] | None = None
     device: str | None = None
+    is_uniform: ClassVar[bool] = False
 
     @classmethod
     def of(cls, given: Any) -> Pipeline:
@@ -83,12 +86,16 @@ class Pipeline:
         model = _module_of(spec.model, order.stages)
         return model, order, model.partition(order.num_chunks, self.partition)
 
-    def plan(self, spec: StepSpec, mesh: Mesh) -> StagedPlan:
+    def staged(self, spec: StepSpec, mesh: Mesh, own: Plan | None = None) -> StagedPlan:
         """The plans of all stages. Layers of other stages are built on `meta`; sends nothing."""
         model, order, bounds = self.division(spec, mesh)
         num_data = mesh.axis_size(DATA)
         specs = (_stage_spec(spec, model, order, bounds, stage, device="meta") for stage in range(order.stages))
-        return StagedPlan(mesh, tuple(own.plan(num_data) for own in specs))
+        ranks = tuple(
+            tuple(rank for rank in range(mesh.size) if mesh.coordinate(rank)[PIPE] == stage)
+            for stage in range(order.stages)
+        )
+        return StagedPlan(mesh, tuple(own.plan(num_data) for own in specs), ranks)
 
     def runtime(self, spec: StepSpec, world: RankAxis | AbstractAxis) -> StepRuntime:
         """The runtime of this rank's stage. *Collective:* every rank; compares model and configuration.
@@ -102,7 +109,7 @@ class Pipeline:
         _check_spec(spec, mesh)
         model, order, bounds = self.division(spec, mesh)
         if spec.cfg.zero_optimization.row.shards("params"):
-            _check_fits(self.plan(spec, mesh), spec.cfg)
+            _check_fits(self.staged(spec, mesh), spec.cfg)
         axis, inner = (along(world, mesh, name) for name in (PIPE, DATA))  # type: ignore[type-var]
         own = _stage_spec(spec, model, order, bounds, axis.rank, device=self.device)
         if spec.device.type == "cuda" and not any(p.is_meta for p in own.model.parameters()):
@@ -125,7 +132,7 @@ class Pipeline:
             loss_fn=spec.loss_fn or model.loss_fn,  # type: ignore[arg-type]
             blocks=partial(_blocks, model, layers), mailbox=Mailbox(ways, run.device),
         )  # fmt: skip
-        return replace(run, runs=program, stages=_stages(run, model, bounds, order, world, ways), spec=own)
+        return replace(run, runs=program, job=_stages(run, model, bounds, order, world, ways), spec=own)
 
 
 def _stage_spec(
@@ -137,13 +144,13 @@ def _stage_spec(
     cfg = spec.cfg
     if zero.row.shards("params"):  # gathered and reduced once, for all micro-batches
         cfg = cfg.model_copy(update={"zero_optimization": zero.model_copy(update={"stage": "3 once"})})
-    return replace(spec, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), pipeline=None, is_stage=True)
+    return replace(spec, cfg=cfg, model=layers, loss_fn=None, units=_units(layers), parallelism=None, is_part=True)
 
 
 def _rounded_alike(run: StepRuntime, spec: StepSpec, model: PipelineModule) -> StepRuntime:
     """The runtime whose stochastic rounding does not depend on the stages: its draws are those of elements of the whole model."""
     whole = model.build(0, model.num_layer_specs, device="meta")
-    buffers = replace(spec, model=whole, units=_units(whole), pipeline=None).plan(run.ranks.size).flat_buffers
+    buffers = replace(spec, model=whole, units=_units(whole), parallelism=None).plan(run.ranks.size).flat_buffers
     starts = accumulate((buffer.padded_numel for buffer in buffers), initial=0)
     places = {buffer.key: start for buffer, start in zip(buffers, starts, strict=False)}
     updater = replace(run.updater, places=places)

@@ -1,4 +1,4 @@
-"""`Stages`: the ranks of the other pipeline stages, with which a stage begins and ends a step.
+"""`Stages`: the `Job` of a pipeline, which answers for the ranks of its other stages, with which a stage begins and ends a step.
 
 Everything of ZeRO happens inside a stage, along the mesh axis "data". The stages together agree on the micro-batches at the
 start of a step; and at its end on the loss, on the norm and on overflow. So all of them make the same decision.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -89,27 +89,19 @@ class Stages:
     def is_last(self) -> bool:
         return self.stage == self.num_stages - 1
 
+    @property
+    def is_whole(self) -> bool:
+        return self.num_stages == 1
+
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same stages, whose collectives are also reported to `observe`."""
         return replace(self, world=observed(self.world, observe), ways=self.ways.observed(observe))
 
     # --- at the start of a step -----------------------------------------------------------------------------------
 
-    def micro_batches(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
-        """This rank's micro-batches, once all ranks have theirs. *Collective:* every rank of the job; sends three numbers."""
-        return self.agreed(state, batch, lambda given: list(run.batches.split(given)))
-
-    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
-        """The mean loss of one (inputs, labels), or of as many micro-batches as a step takes from an iterator."""
-        program: Any = run.runs
-        split = run.batches.split
-        micro_batches = self.agreed(state, batch, lambda one: list(split(one)) if isinstance(one, Iterator) else [one])
-        loss: Tensor = program.evaluate(run, state, micro_batches)
-        return loss
-
-    def first_state(self, run: StepRuntime, state: State) -> State:
+    def first_state(self, plan: Plan, state: State) -> State:
         """The first state with equal copies of tied layers. *Collective* of the stages."""
-        self.make_ties_equal(run.plan, state)
+        self.make_ties_equal(plan, state)
         return state
 
     def agreed(self, state: State, batch: Any, split: Callable[[Any], list[Any]]) -> list[Any]:
@@ -165,7 +157,7 @@ class Stages:
             raise MismatchError("hyper-parameters: must be the same on all stages, and differ; compute them alike")
         return by_stage[-1]
 
-    def joined(self, parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    def norm_parts(self, parts: Sequence[Tensor], device: torch.device) -> list[Tensor]:
         """The contributions of all stages' flat buffers to the norm, in the order of the layers. *Collective* of the stages.
 
         Args:
@@ -219,12 +211,13 @@ class Stages:
 
     # --- the whole model --------------------------------------------------------------------------------------------
 
-    def all_of(self, own: Mapping[str, Tensor], *, keep: bool) -> dict[str, Tensor]:
+    def all_tensors(self, own: Mapping[str, Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
         """The tensors of all stages by name, in the order of the layers. *Collective* of the stages, which send all of theirs.
 
         Args:
-            keep: whether this rank wants them; others get `{}`.
+            to: the ranks that want them; others get `{}`. "rank0" is the first stage.
         """
+        keep = to == "all" or self.is_first
         forms = {name: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for name, x in own.items()}
         found: dict[str, Tensor] = {}
         sent: set[str] = set()  # copies of tied layers are equal: the lowest stage sends them
@@ -266,7 +259,7 @@ class Stages:
                 return
             items = (tensors or {}).items()
             kept = {name: x for name, x in items if name in stored and not name.startswith(copies)}
-            yield self.all_of(kept, keep=self.is_first)
+            yield self.all_tensors(kept, to="rank0")
 
     def stores(self, tensor: str) -> bool:
         """Whether this stage stores a tensor of the state in checkpoints.

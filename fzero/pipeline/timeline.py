@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from fzero.pipeline.orders import COMPUTE, PipeOrder, receive_of
+from fzero.pipeline.orders import COMPUTE, PipeEvent, PipeOrder, receive_of
 from fzero.pipeline.partition import LayerCost
-from fzero.plans.unit_orders import Event
 
 
 class EventSpan(NamedTuple):
     """An event, from `start` to `stop` seconds after the beginning of the step."""
 
-    event: Event
+    event: PipeEvent
     start: float
     stop: float
 
@@ -119,7 +118,7 @@ def predict(
             "make them from those of layers with chunk_costs"
         )
     stages = [_Stage(order, stage, costs) for stage in range(order.stages)]
-    arrived = dict[Event, float]()
+    arrived = dict[PipeEvent, float]()
     free = defaultdict[tuple[int, int], float](float)  # by link, when it is free
     has_moved = True
     while has_moved:
@@ -178,10 +177,10 @@ class _Stage:
         self.spans, self.messages = list[EventSpan](), list[EventSpan]()
 
     @property
-    def next(self) -> Event | None:
+    def next(self) -> PipeEvent | None:
         return self.events[self.place] if self.place < len(self.events) else None
 
-    def compute(self, event: Event) -> None:
+    def compute(self, event: PipeEvent) -> None:
         cost = self.costs[event.chunk]
         seconds = {
             "forward": cost.forward,
@@ -195,6 +194,6 @@ class _Stage:
         self.most_stored = max(self.most_stored, self.stored)
 
 
-def _stores(event: Event, cost: LayerCost) -> int:
+def _stores(event: PipeEvent, cost: LayerCost) -> int:
     """The bytes that an event stores, or releases; `W` needs what the forward stored."""
     return cost.stored_nbytes * ((event.kind == "forward") - (event.kind in ("backward", "backward_weight")))

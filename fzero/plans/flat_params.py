@@ -64,30 +64,27 @@ class FlatParamPlan:
     """The tensor that the optimizer updates; in stages 1 and 2 without a separate copy, a shard of `params`."""
     grads: TensorSpec = field(init=False, repr=False, compare=False)
     """The tensor in which gradients are accumulated."""
+    padded_numel: int = field(init=False, repr=False, compare=False)
+    """P."""
+    shard_numel: int = field(init=False, repr=False, compare=False)
+    """S."""
+    has_master: bool = field(init=False, repr=False, compare=False)
+    """Whether a copy of higher precision exists, from which the parameters are made: the master of trained parameters, or the
+    original values of frozen ones."""
 
     def __post_init__(self) -> None:
-        row, dtypes, shape = self.row, self.dtypes, (self.padded_numel,)
+        row, dtypes, partition = self.row, self.dtypes, self.layout.partition
         parts = {
             "params": (row.params, dtypes.param, self.param_placement),
             "master": (row.optimizer, dtypes.master, self.placement),
             "grads": (row.grads, dtypes.grad, self.grad_placement),
         }
         for name, (spec, dtype, placement) in parts.items():
-            object.__setattr__(self, name, TensorSpec(shape, dtype, spec, placement, ALIGNMENT))
-
-    @property
-    def padded_numel(self) -> int:
-        return self.layout.partition.padded_numel
-
-    @property
-    def shard_numel(self) -> int:
-        return self.layout.partition.shard_numel
-
-    @property
-    def has_master(self) -> bool:
-        """Whether a copy of higher precision exists, from which the parameters are made: the master of trained parameters, or
-        the original values of frozen ones."""
-        return self.dtypes.master != self.dtypes.param
+            whole = TensorSpec((partition.padded_numel,), dtype, spec, placement, ALIGNMENT)
+            object.__setattr__(self, name, whole)
+        object.__setattr__(self, "padded_numel", partition.padded_numel)
+        object.__setattr__(self, "shard_numel", partition.shard_numel)
+        object.__setattr__(self, "has_master", dtypes.master != dtypes.param)
 
     def gathered(self, mesh: Mesh, axes: tuple[str, ...]) -> FlatParamPlan:
         """The same buffer where every rank holds its parameters; see `Plan.inner`."""

@@ -20,9 +20,11 @@ from sharding import DATA, Mesh
 
 NODE = "node"
 
-PIPE = "pipe"
-"""The mesh axis of the stages of a pipeline."""
-
+PARTS_OF_MODEL = {
+    "pipe": "the plan of a stage is make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
+    "fzero.estimation.plan_pipeline predicts a pipeline",
+}
+"""The mesh axes along which ranks hold different parts of the model, each with where to find the plans of these."""
 
 OTHER_AXES = {
     "tensor parallelism": ("tensor", "tp", "model", "mp"),
@@ -31,6 +33,9 @@ OTHER_AXES = {
     "a pipeline": ("pp", "pipeline", "stage"),
 }
 """Names of axes that mean other parallelisms elsewhere, in lower case and without the word parallel."""
+
+OF_FZERO = {"a pipeline": "a pipeline's axis is 'pipe', for a PipelineModule"}
+"""The parallelisms among these that fzero has, each with its own axis."""
 
 
 def other_parallelism(name: str) -> str | None:
@@ -57,9 +62,7 @@ def check_mesh(given: object) -> None:
         )
     for name, size in given.axes if given is not None else ():
         if size > 1 and (what := other_parallelism(name)):
-            fix = (
-                "a pipeline's axis is 'pipe', for a PipelineModule" if what == "a pipeline" else f"fzero has no {what}"
-            )
+            fix = OF_FZERO.get(what, f"fzero has no {what}")
             raise ValueError(
                 f"mesh: every axis but {DATA!r} holds copies of the same state, with another part of the batch on each (hybrid "
                 f"sharding), got {name!r} in {given}, which elsewhere means {what}; name it {NODE!r} if copies are meant, else "

@@ -21,12 +21,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import optree
 from rich.console import Group
 
+from fzero.common.text_tables import as_text
 from fzero.config.stages import STAGES, Stage, StageSpecs
+from fzero.plans import report, traffic
 from fzero.plans.comm_hooks import CommHooks, state_like
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from fzero.plans.leaves import StateLeaf, state_leaves
 from fzero.plans.mesh_axes import num_ranks, replicate_axes
 from fzero.plans.streaming import Streaming
+from fzero.plans.traffic import totals
 from fzero.plans.unit_rules import UnitRule, UnitRules
 from sharding import Mesh, Replicated, Sharded, TensorSpec
 from sharding.dtypes import itemsize
@@ -209,7 +212,7 @@ class Plan:
 
     @property
     def copy_nbytes(self) -> int:
-        """The bytes of all divided parameters in full, padding included: the copy that `fzero.generating` gathers."""
+        """The bytes of all divided parameters in full, padding included: a full copy of them."""
         divided = [buffer for buffer in self.flat_buffers if not isinstance(buffer.params.spec, Replicated)]
         return sum(buffer.padded_numel * itemsize(buffer.dtypes.param) for buffer in divided)
 
@@ -246,8 +249,6 @@ class Plan:
         Two cases are known only after the first step (`TrainStep.schedule`): a unit whose weights the backward does not need
         (an embedding) is not gathered in it, and a unit that is used in several separate places is gathered for each.
         """
-        from fzero.plans.traffic import totals  # a step does not count what it sends
-
         return totals(self.sent_by_axis)
 
     @property
@@ -267,20 +268,14 @@ class Plan:
     @property
     def sent_nbytes_per_step(self) -> dict[str, int]:
         """The bytes that one rank sends to the others in a step, by collective, padding included."""
-        from fzero.plans.traffic import totals
-
         return totals(self.sent_nbytes_by_axis)
 
     def _sent(self, what: Literal["elements", "bytes"], hooks: CommHooks) -> dict[str, dict[str, int]]:
-        from fzero.plans import traffic
-
         size = traffic.in_elements if what == "elements" else traffic.in_bytes
         return traffic.sent_by_axis(self.units, self.mesh, hooks=hooks, num_micro_steps=self.num_micro_steps, size=size)
 
     def __rich__(self) -> Group:
         """The units as a table, and lines that say what a rank holds and sends."""
-        from fzero.plans import report
-
         lines = [
             report.dtype_line(self.units, self.buffers),
             *report.memory_lines(self.bytes_per_rank, self.bytes_by_memory),
@@ -292,8 +287,6 @@ class Plan:
         return Group(report.unit_table(self.units, self.mesh, stage=self.stage), *lines)
 
     def __str__(self) -> str:
-        from fzero.common.text_tables import as_text
-
         return as_text(self)
 
 

@@ -18,9 +18,11 @@ from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.plans.comm_hooks import CommHooks, GivenHook
 from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
-from fzero.plans.mesh_axes import PIPE, check_mesh, mesh_of, shard_axes
+from fzero.plans.hook_choice import comm_hooks_of
+from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
+from fzero.plans.placements import with_placements
 from fzero.plans.plan import BUCKET, Plan
 from fzero.plans.streaming import Streaming
 from fzero.plans.units import check_has_shapes, find_units, owners_of
@@ -97,8 +99,8 @@ class PlanSpec:
     starts: Mapping[str, int] = field(default_factory=dict)
     """The update in which the optimizer state of each parameter began, by name (`starts_of`); 0 where a name is missing. One
     counter of updates serves a flat buffer, so parameters that began in different updates have flat buffers of their own."""
-    is_stage: bool = False
-    """Whether `model` is only a stage of a pipeline, which may have no parameters, or none of a parameter group."""
+    is_part: bool = False
+    """Whether other ranks hold other parts of the model. A part may have no parameters, or none of a parameter group."""
 
     @collector_paused()
     def plan(self, world_size: int, mesh: Mesh | None = None) -> Plan:
@@ -111,7 +113,7 @@ class PlanSpec:
         check_names("units", self.units)
         check_groups(self.param_groups)
         check_mesh(mesh)
-        _check_one_stage(mesh)
+        _check_alike(mesh)
         cfg, zero, model = self.cfg, self.cfg.zero_optimization, self.model
         mesh = mesh_of(zero, world_size, mesh)
         for optimizer in self.optimizers:
@@ -120,19 +122,15 @@ class PlanSpec:
         owners, aliases = owners_of(model)
         module_buffers = dict(model.named_buffers())
         check_has_shapes(owners | module_buffers)
-        if not owners and not self.is_stage:
+        if not owners and not self.is_part:
             raise ValueError(f"make_train_step: {type(model).__name__} has no parameters; pass a model with parameters")
         check_named(self.order, list(owners), aliases)
         unit_plans = self._units(owners, mesh)
         specs = optimizer_specs([b for u in unit_plans for b in u.buffers if b.trainable], self.optimizers)
         if any(given is not None for given in (self.placements, zero.offload_optimizer, zero.offload_param)):
-            from fzero.plans.placements import with_placements  # a plan on the device does not load it
-
             unit_plans, specs = with_placements(unit_plans, specs, cfg, self.placements)
         hooks = CommHooks()
         if self.gather_hook is not None or self.reduce_hook is not None or zero.quantizes:
-            from fzero.plans.hook_choice import comm_hooks_of  # a plan that sends exactly does not load it
-
             hooks = comm_hooks_of(zero, mesh, self.gather_hook, self.reduce_hook)
         buffer_dtype = cfg.precision.buffer_dtype_of
         buffers = {n: TensorSpec(tuple(t.shape), buffer_dtype(dtype_name(t.dtype))) for n, t in module_buffers.items()}
@@ -147,7 +145,7 @@ class PlanSpec:
         """The units with their flat buffers."""
         zero, order, groups = self.cfg.zero_optimization, self.order, self.param_groups
         trained = {n for n, p in owners.items() if p.requires_grad} if self.trained is None else set(self.trained)
-        check_params(owners, trained, () if self.is_stage else groups)
+        check_params(owners, trained, () if self.is_part else groups)
         if order is None:
             order = round_robin if zero.round_robin_gradients else declaration
         order = in_two_numbers(order) if callable(order) else order
@@ -159,13 +157,12 @@ class PlanSpec:
         )
 
 
-def _check_one_stage(mesh: Mesh | None) -> None:
-    if mesh is not None and PIPE in mesh.names:
-        raise ValueError(
-            f"mesh: must have no axis {PIPE!r}, whose ranks hold different parameters, got {mesh}; the plan of a stage is "
-            f"make_train_step(…).plan, those of all stages fzero.resharding.staged_plan(step), and "
-            f"fzero.estimation.plan_pipeline predicts a pipeline"
-        )
+def _check_alike(mesh: Mesh | None) -> None:
+    for name in () if mesh is None else mesh.names:
+        if name in PARTS_OF_MODEL:
+            raise ValueError(
+                f"mesh: must have no axis {name!r}, whose ranks hold different parameters, got {mesh}; {PARTS_OF_MODEL[name]}"
+            )
 
 
 def _made(

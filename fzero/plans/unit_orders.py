@@ -26,27 +26,19 @@ class ScheduleError(RuntimeError):
 
 
 class Event(NamedTuple):
-    """Something that happens to a unit, to all of them (`unit` is empty), or in a pipeline to a micro-batch on a chunk of layers.
+    """Something that happens to a unit, or to all of them (`unit` is empty); `unit_scheduler` has a table of the kinds.
 
-    `unit_scheduler` has a table of the kinds of units, `fzero.pipeline.orders` one of those of pipelines.
-
-    >>> print(Event("gather", "blocks.0"), Event("forward", micro_batch=3), Event("backward", micro_batch=3, chunk=1), sep=", ")
-    gather blocks.0, forward 3, backward 3 of chunk 1
+    >>> print(Event("gather", "blocks.0"), Event("boundary"), sep=", ")
+    gather blocks.0, boundary
     """
 
     kind: Literal[
         "gather", "prefetch_shards", "wait_gather", "release", "drop_gather", "boundary", "collect", "keep", "reduce",
         "end_reduce", "negotiate", "depart", "end", "use", "grad",
-        "forward", "backward", "backward_input", "backward_weight",
-        "send_output", "receive_input", "send_gradient", "receive_gradient",
     ]  # fmt: skip
     unit: str = ""
-    micro_batch: int = -1
-    chunk: int = 0
 
     def __str__(self) -> str:
-        if self.micro_batch >= 0:
-            return f"{self.kind} {self.micro_batch}" + (f" of chunk {self.chunk}" if self.chunk else "")
         return f"{self.kind} {self.unit}".strip()
 
 

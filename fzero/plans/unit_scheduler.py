@@ -17,12 +17,11 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
-| forward, backward, … | events of a pipeline's stages; the events of units lie between them (`fzero.pipeline.orders`) |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
-A new kind is one name in `Event.kind`, one line in the rule that returns it, and one handler in each of the two executors; the
+A new kind is one name in `Event.kind`, one line in the rule that returns it, and one case in each of the two executors; the
 checker needs a line if the event holds memory. If all ranks must agree on it, its name goes into `AGREED` too, and `_issue`
-starts it. A request that causes it is a method that returns a tuple.
+starts it. A request that causes it is a method that returns a tuple; `Sequencer.request` takes the method.
 """
 
 from __future__ import annotations

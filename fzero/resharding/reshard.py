@@ -24,6 +24,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis
 from fzero.comms.hangs.failures import meet
 from fzero.comms.process_group import job
 from fzero.comms.records import Label
+from fzero.parallelism import parallelism_of
 from fzero.plans.plan import Plan
 from fzero.plans.staged import StagedPlan
 from fzero.resharding import new_state
@@ -163,13 +164,12 @@ def reshard_all(states: Sequence[TrainState[Tensor]], old: TrainStep, new: Train
 
 def staged_plan(step: TrainStep) -> StagedPlan:
     """The plan of the whole job of a step, for `plan_reshard`: of all stages, if it is a pipeline. Sends nothing."""
-    pipe = step.spec.pipeline
-    return StagedPlan.of(step.plan) if pipe is None else pipe.plan(step.spec, step.mesh)
+    return parallelism_of(step.spec).staged(step.spec, step.mesh, step.plan)
 
 
 def _of_ranks(step: TrainStep) -> list[TrainStep]:
     """The step of every rank, as far as they differ."""
-    if step.spec.pipeline is None:
+    if parallelism_of(step.spec).is_uniform:
         return [step] * step.world_size
     return [TrainStep(step.spec, AbstractAxis.of(step.mesh, rank)) for rank in range(step.world_size)]
 
@@ -203,7 +203,7 @@ def _moved(
 
 def _data_rank(step: TrainStep, rank: int) -> int:
     """The number of a rank of the job among those of its stage."""
-    return rank if step.spec.pipeline is None else step.mesh.coordinate(rank)[DATA]
+    return rank if parallelism_of(step.spec).is_uniform else step.mesh.coordinate(rank)[DATA]
 
 
 def _merged(of_ranks: Iterable[Numbers | None]) -> Numbers:

@@ -36,17 +36,17 @@ from fzero.model.binding import beneath_model, beneath_modes
 from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
 from fzero.model.fetched_parameters import untraced
 from fzero.plans.plan import Plan, UnitPlan
-from fzero.plans.unit_orders import Run
+from fzero.plans.unit_orders import Event, Run
+from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.autograd_nodes import Visits, visits_in
 from fzero.runtime.finish import GradNorms
-from fzero.runtime.forwards import Forwards, Visit, sum_of
 from fzero.runtime.gathers import Gathers, SavedView
-from fzero.runtime.given_params import GivenParams
 from fzero.runtime.learned import Learned
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explain
 from fzero.runtime.param_views import ParamViews
 from fzero.runtime.reductions import Reductions
 from fzero.runtime.sequencer import Sequencer
+from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class ForwardBackward:
         """
         with self._running(("forward", run)):  # a forward gathers the same units with `still` and without
             self._leave("")
-            self._events.ask("begin_forward", self.forwards.begin(run, still))
+            self._events.request(UnitScheduler.begin_forward, self.forwards.begin(run, still))
             self.given.begin(self.forwards.last, compares=compares, shares=not (compares or still))
             try:
                 with saving(self) if saves and not self.gathers_nothing else nullcontext():
@@ -137,7 +137,7 @@ class ForwardBackward:
             self._range.close()
             self.gathers.check_full()
             self.given.end()
-            self._events.ask("boundary")
+            self._events.request(UnitScheduler.boundary)
 
     @contextmanager
     def backward(
@@ -174,7 +174,7 @@ class ForwardBackward:
         is_last = self.reductions.begin(grad_scale=grad_scale, is_first=is_first, is_last=is_last)
         with self._running(() if self.reductions.only_adds else self.forwards.run_of("backward", visits)):
             if not self.reductions.only_adds:
-                self._events.ask("begin_backward", is_last, frozenset(sum_of(visits).items()))
+                self._events.request(UnitScheduler.begin_backward, is_last, frozenset(sum_of(visits).items()))
             self.forwards.go_back(keeps=keeps)
             label = Label("loss_stats", phase="boundary")
             self._loss_stats = collectives.start_stack(row, self.mesh.world, label=label)
@@ -191,8 +191,8 @@ class ForwardBackward:
             self._leave("")
             self.gathers.check_full()
             if not self.reductions.only_adds:
-                self._events.ask("end_backward")
-                self._let_go("finish")
+                self._events.request(UnitScheduler.end_backward)
+                self._let_go(UnitScheduler.finish)
             if self._loss_stats is not None:
                 found[:], self._loss_stats = [self._loss_stats.wait()], None
 
@@ -209,8 +209,8 @@ class ForwardBackward:
                 yield
             finally:
                 self.status = "running"
-            self._events.ask("take_part")
-            self._let_go("finish")
+            self._events.request(UnitScheduler.take_part)
+            self._let_go(UnitScheduler.finish)
 
     @contextmanager
     def _running(self, run: Run) -> Iterator[None]:
@@ -224,9 +224,10 @@ class ForwardBackward:
         self.status = "running"
         try:
             # On CUDA nodes would run in another thread otherwise.
-            with torch.autograd.set_multithreading_enabled(False), explained(self.plan):
+            with torch.autograd.set_multithreading_enabled(False):
                 yield
-        except BaseException:
+        except BaseException as error:
+            explain(error, self.plan)
             self._abandon()
             raise
         self.status = "idle"
@@ -236,8 +237,7 @@ class ForwardBackward:
     def _abandon(self) -> None:
         """Drops gathered buffers, collected gradients and the collectives under way."""
         self._range.close()
-        pending = [*self.gathers.abandon(), *self.reductions.abandon()]
-        abandon(pending + ([self._loss_stats] if self._loss_stats else []))
+        abandon([*self.gathers.abandon(), *self.reductions.abandon(), *filter(None, [self._loss_stats])])
         self.close()
 
     def close(self) -> None:
@@ -245,13 +245,13 @@ class ForwardBackward:
         self.status = "over"
         self.given.share(False)
         self.forwards.close()
-        self._let_go("release")
+        self._let_go(UnitScheduler.release)
         self.gathers.close()
 
-    def _let_go(self, request: Literal["finish", "release"]) -> None:
+    def _let_go(self, method: Callable[[UnitScheduler], tuple[Event, ...]]) -> None:
         """Releases the gathered buffers; after a backward, first waits for its reductions (`finish`)."""
         self._leave("")
-        self._events.ask(request)
+        self._events.request(method)
         self.transfer.abandon()
 
     def _check_runs(self) -> None:
@@ -265,10 +265,11 @@ class ForwardBackward:
 
     def fetch(self, name: str) -> Tensor:
         """The parameter `name` as the model sees it. *Collective* in stage 3 when this enters a unit."""
-        present = self._present
-        is_open = self.given.is_open
+        present, is_open = self._present, self.given.is_open
         if present is None or name not in present.leaves or not (is_open or present.forward is self.forwards.of_node):
-            unit = _unit_of(self.plan, name)
+            if name not in self.plan.homes:
+                raise late("parameter", name)
+            unit = self.plan.homes[name][0]
             enter = untraced(ForwardBackward._enter) if unit.gathered_numel else ForwardBackward._enter
             present = enter(self, unit)
         elif self._events.phase != "forward":
@@ -290,7 +291,7 @@ class ForwardBackward:
         if visit is None or not self.gathers_nothing:
             with beneath_model(self._num_modes):  # the model may use the leaves outside of its modes later
                 self._leave(unit.name)
-                self._events.ask("enter", unit.name)
+                self._events.request(UnitScheduler.enter, unit.name)
                 if visit is None:
                     work, flats = None if self.grads is None else self, self.gathers.full(unit)
                     visit = self.given.visit(unit, flats, forward, work, seen=self.gathers.seen(unit))
@@ -301,7 +302,7 @@ class ForwardBackward:
         """Gathers a unit that the backward needs, unless it is gathered already."""
         self._leave(unit)
         with beneath_modes(self._num_modes):
-            self._events.ask("need", unit)
+            self._events.request(UnitScheduler.need, unit)
 
     def _leave(self, unit: str) -> None:
         """Drops the parameters of the present unit, so that its memory can be released; does nothing if it is `unit`."""
@@ -326,24 +327,20 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        masks: dict[str, Tensor | None] = {}
-        for name in [name for name in given if name in self._seen.is_on] if self._seen.is_on else ():
-            pulled = self.gathers.pulled(name, given[name], self.plan.homes[name][0], self._need)
-            given[name], masks[name] = pulled.pop(name)
-            for other, part in pulled.items():
-                self._add(self.plan.homes[other][0].name, {other: part.grad}, {})
-        self._add(unit, given, {name: mask for name, mask in masks.items() if mask is not None})
+        for pulled, masks in self.gathers.pulled(given, self._need):
+            self._add(pulled, masks)
 
-    def _add(self, unit: str, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        """Adds gradients of a unit's parameters, times the masks of some, to its flat gradients."""
+    def _add(self, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        """Adds gradients of parameters, times the masks of some, to the flat gradients of their units."""
         if self.reductions.only_adds:
             self.reductions.add_to_sums(grads, masks)
             self.forwards.used.update(grads)
             return
         for key, own in self.reductions.by_buffer(grads).items():
-            if (buffer := self.plan.flats[key][1]).trainable:
+            unit, buffer = self.plan.flats[key]
+            if buffer.trainable:
                 if not self.reductions.has_begun(unit, key):
-                    self._events.ask("collect", unit, key)
+                    self._events.request(UnitScheduler.collect, unit, key)
                 self.reductions.add(unit, buffer, own, masks)
                 self.forwards.used.update(own)
 
@@ -351,13 +348,7 @@ class ForwardBackward:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""
         self.add_grads(unit, names, grads)
         if self.status != "passed" and not self.reductions.only_adds:
-            self._events.ask("end_visit", unit)
-
-
-def _unit_of(plan: Plan, name: str) -> UnitPlan:
-    if name not in plan.homes:
-        raise late("parameter", name)
-    return plan.homes[name][0]
+            self._events.request(UnitScheduler.end_visit, unit)
 
 
 def saving(work: ForwardBackward) -> AbstractContextManager[object]:
@@ -379,4 +370,4 @@ def recomputing(work: ForwardBackward) -> Iterator[None]:
 def expect(work: ForwardBackward, units: Iterable[str]) -> None:
     """In a backward: `end_visit` comes once more for each of these units, for gradients from outside of the forwards."""
     if not work.reductions.only_adds:
-        work._events.ask("expect", tuple(units))
+        work._events.request(UnitScheduler.expect, tuple(units))

@@ -27,7 +27,7 @@ from fzero.verbs import start_gather
 from sharding.views import unflatten
 
 if TYPE_CHECKING:
-    from fzero.model.transforms import PulledGrad
+    from fzero.model.transforms import Tensors
     from fzero.storage.file_tensor import StoredTensor
 
 
@@ -80,6 +80,9 @@ class Gathers:
         transfer: loads shards that live in other memory.
         seen: the values of parameters that have views.
         was_changed: makes the error for a parameter that the model has changed.
+
+    Attributes:
+        device: the model's.
     """
 
     def __init__(
@@ -94,7 +97,7 @@ class Gathers:
         self._plan, self._mesh, self._params, self._transfer, self._was_changed = (
             plan, mesh, params, transfer, was_changed,
         )  # fmt: skip
-        self._seen = seen
+        self._seen, self.device = seen, transfer.device
         self._full = [b.key for b in plan.flat_buffers if not b.flow.gathers_over]
         # By axes: whether one rank along them holds a whole buffer.
         self._is_whole = {
@@ -164,11 +167,6 @@ class Gathers:
             held.clear()  # type: ignore[attr-defined]
         return pending
 
-    @property
-    def device(self) -> torch.device:
-        """The model's device."""
-        return self._transfer.device
-
     # --- live buffers --------------------------------------------------------------------------------------------
 
     def full(self, unit: UnitPlan) -> Iterator[Any]:
@@ -192,16 +190,29 @@ class Gathers:
                     self._by_storage[address(value)] = (unit, name, value.dtype)
         return values
 
-    def pulled(self, name: str, grad: Tensor, unit: UnitPlan, need: Callable[[str], None]) -> dict[str, PulledGrad]:
-        """The gradients of a parameter and of those that its views train, from that of its value. `need` gathers again."""
+    def pulled(self, grads: dict[str, Tensor], need: Callable[[str], None]) -> Iterator[tuple[Tensors, Tensors]]:
+        """The gradients of parameters and of those that their views train, in parts, each with the masks of some.
+
+        Args:
+            grads: of what modules saw, by parameter; is changed.
+            need: gathers a unit again.
+        """
 
         def again(names: Iterable[str]) -> dict[str, Tensor]:
-            need(unit.name)
-            flats: dict[str, Any] = {**self._params, **self._live.get(unit.name, {})}
+            need(unit)
+            flats: dict[str, Any] = {**self._params, **self._live.get(unit, {})}
             homes = ((own, self._plan.homes[own][1]) for own in names)
             return {own: flats[b.key][slice(*b.layout.bounds(own))].view(b.layout.shape(own)) for own, b in homes}
 
-        return self._seen.pulled(name, grad, again)
+        masks: dict[str, Tensor] = {}
+        for name in [name for name in grads if name in self._seen.is_on]:
+            unit = self._plan.homes[name][0].name
+            found = self._seen.pulled(name, grads[name], again)
+            grads[name], mask = found.pop(name)
+            if mask is not None:
+                masks[name] = mask
+            yield from (({other: part.whole}, {}) for other, part in found.items())
+        yield grads, masks
 
     def release(self, unit: str) -> None:
         """Returns the memory of a live unit, unless an error has ended the forward-backward."""

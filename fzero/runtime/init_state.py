@@ -21,6 +21,7 @@ from fzero.comms import collectives
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
+from fzero.model.meta_modules import filled
 from fzero.model.own_params import full_values
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -216,8 +217,6 @@ class StateBuilder:
                 values[name] = full_values(own).to(self.device)
             else:
                 if prefix not in initialised:
-                    from fzero.model.meta_modules import filled  # a model with values does not load it
-
                     initialised[prefix] = filled(
                         module, prefix, init_fn, self.spec.seed, self.device, added=self.spec.changes.added
                     )

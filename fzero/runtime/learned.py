@@ -1,28 +1,40 @@
 """`Learned`: the findings of the first calls of a step. They are the same for every state, and hold none of its tensors.
 
+A model may keep tensors from the first step: parameters as its forward got them, and views of gathered memory. In a plain loop
+these follow the parameter. So `hold` makes them `Held` from the second step on: while the model is bound, operators receive the
+present values instead.
+
 `HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by a checksum that travels with the loss.
 """
 
 from __future__ import annotations
 
+import gc
+import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import Self
+from typing import TYPE_CHECKING, Self
 from weakref import ref
 
 from torch import Tensor
 
+from fzero.model.held_tensors import Held, has_storage
 from fzero.model.origin import Origin
 from fzero.model.own_params import OwnGrads, sharing_buffers
-from fzero.plans.replay import Memory
+from fzero.plans.flat_params import FlatParamPlan
+from fzero.plans.schedule_cache import ScheduleCache
 from fzero.plans.unit_orders import Event, Orders, Run
 from fzero.runtime.gathers import Lingering
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Hyper, Updater
 from fzero.state import TrainState
+
+if TYPE_CHECKING:
+    from fzero.runtime.step_runtime import StepRuntime
+    from fzero.storage.file_tensor import StoredTensor
 
 EDITS = "gradients and optimizer state that the script has changed"
 """The subject of an error about `HyperCheck.edits`."""
@@ -92,7 +104,7 @@ class Learned:
 
     Attributes:
         orders: of collectives, by run; None where every step negotiates them.
-        answers: of the unit scheduler.
+        schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.
         num_passes: the number of forwards, backwards and graphs so far; the ranks compare it.
@@ -116,7 +128,7 @@ class Learned:
     lingering: list[Lingering] = field(default_factory=list)
     sharing: frozenset[str] = frozenset()
     holds_still: bool = False
-    answers: Memory = field(default_factory=Memory)
+    schedule_cache: ScheduleCache = field(default_factory=ScheduleCache)
 
     @classmethod
     def nothing(cls, spec: StepSpec) -> Self:
@@ -152,3 +164,42 @@ class Learned:
     def negotiating(self) -> Self:
         """The same, without orders: every run is negotiated, and none is learned."""
         return replace(self, orders=None)
+
+
+# --- tensors that a model keeps from the first step ----------------------------------------------------------------
+
+
+def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
+    """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
+
+    Views of the state's own flat buffers, `params`, follow it by themselves.
+    """
+    learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
+    homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}
+    kept = {
+        each.memory.cdata: each.key for each in learned.lingering if each.is_held and each.memory.cdata not in homes
+    }
+    if learned.leaves:
+        found = [Held(leaf, ref(own[name]), name, False) for name, leaf in learned.leaves if leaf() is not None]
+        for x in gc.get_objects() if kept else ():
+            if type(x) is Tensor and has_storage(x) and (key := kept.get(x.untyped_storage()._cdata)):
+                found += _view_of(x, run.plan.flats[key][1], own)
+        run.binding.hold(found)
+        learned.leaves = []
+    elif kept:
+        warnings.warn(
+            f"parameters of {min(kept.values())!r}: a tensor that a forward of an earlier step made without a copy (weight.data, "
+            f"weight.detach()) is still held, and keeps the values of that step, because stage 3 gathers others; if the "
+            f"model computes with it, make it anew in each forward; if not, hold a clone, which takes less memory",
+            stacklevel=4,
+        )
+
+
+def _view_of(x: Tensor, buffer: FlatParamPlan, own: Mapping[str, Tensor]) -> Iterator[Held]:
+    """The `Held` of a view of a gathered flat buffer: with the parameter that has all of its elements."""
+    first = int(x.storage_offset())
+    last = first + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
+    for name in buffer.layout.names:
+        start, stop = buffer.layout.bounds(name)
+        if start <= first and last < stop and x.dtype == own[name].dtype:
+            yield Held(ref(x), ref(own[name]), name, False, (*x.shape,), x.stride(), first - start, x.requires_grad)

@@ -1,17 +1,21 @@
 """The host's part in the end of a step: it raises the errors that `fzero.runtime.finish` found.
 
-The functions at the end make the messages, with their causes. On the CPU, an error names the first parameter whose gradient
-is not finite. On a GPU the host does not wait for the result; a
-device-side assertion ends the process instead. Shape letters: A micro-steps, W ranks.
+Further functions make the messages, with their causes; the last ones are for a GPU that has no memory left. On the CPU, an
+error names the first parameter whose gradient is not finite. On a GPU the host does not wait for the result; a device-side
+assertion ends the process instead. Shape letters: A micro-steps, W ranks.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import astuple
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -19,6 +23,8 @@ from torch import Tensor
 from fzero.comms import collectives
 from fzero.comms.axes import CollectiveError, RankAxis
 from fzero.comms.records import Label
+from fzero.plans.plan import Plan
+from fzero.plans.report import memory_lines
 from fzero.runtime.finish import Outcome
 from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime
@@ -26,6 +32,7 @@ from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import own_shard
 
+GIB = 2**30
 NamedHyper = Callable[[], dict[str, dict[str, str]]]
 """Values as text, by subject and name."""
 
@@ -129,7 +136,7 @@ def first_overflow(run: StepRuntime, state: TrainState[Tensor]) -> str | None:
                 first = order[name]
     found = int(mesh.stack(torch.tensor(first, device=run.device), label=Label("overflow")).min())
     name = dict(zip(order.values(), order, strict=True)).get(found)
-    return name if run.stages is None else run.stages.first_name(name)
+    return run.job.first_name(name)
 
 
 def check_used(run: StepRuntime, used: Collection[str]) -> None:
@@ -204,3 +211,44 @@ def differing_passes(numbers_W: Tensor) -> CollectiveError:
         f"at different places on different ranks, or only some ranks called a collective method (trace_comm, evaluate, a "
         f"further forward or backward); end the job, and start it again from a checkpoint"
     )
+
+
+# --- out of memory -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def explained(plan: Plan) -> Iterator[None]:
+    """Inside, an error for want of memory on a GPU gets a note; see `explain`."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        explain(error, plan)
+        raise
+
+
+def explain(error: BaseException, plan: Plan) -> None:
+    """Adds a note to an error for want of memory, once: the plan's numbers, what was allocated, and where a snapshot is."""
+    is_first = not any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ()))
+    if isinstance(error, torch.OutOfMemoryError) and is_first:
+        error.add_note(_note(plan))
+
+
+def _note(plan: Plan) -> str:
+    state = " · ".join(memory_lines(plan.bytes_per_rank, plan.bytes_by_memory))
+    gathered = plan.unit_rules.most_gathered()
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return (
+        f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements at a time. Measured at the "
+        f"peak: {peak / GIB:.3f} GiB allocated, {reserved / GIB:.3f} GiB reserved. {_snapshot()} For less: smaller "
+        f"micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings"
+    )
+
+
+def _snapshot() -> str:
+    """Writes what is allocated now, for pytorch.org/memory_viz; says where, or why not."""
+    path = Path(tempfile.gettempdir()) / f"fzero_out_of_memory_{os.getpid()}.pickle"
+    try:
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+    except Exception as error:  # the first error counts
+        return f"No snapshot of memory was written: {error}."
+    return f"A snapshot of memory is in {path} (pytorch.org/memory_viz shows it)."

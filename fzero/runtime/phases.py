@@ -1,7 +1,7 @@
-"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and evaluation.
+"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and inspection.
 
-`TrainStep` documents them for users. `forward_backward` composes the first four for a batch; a loop that runs its own code
-between the parts calls them one by one, on an `AccumulationWindow`.
+`TrainStep` documents them for users. `fzero.runtime.programs.Eager` composes the first four for a batch; a loop that runs its own
+code between the parts calls them one by one, on an `AccumulationWindow`.
 
 Shape letters: A micro-steps, W ranks.
 """
@@ -22,7 +22,7 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
-from fzero.model.binding import is_bound, random_state
+from fzero.model.binding import is_bound
 from fzero.model.own_params import OwnGrads, check_unchanged
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
@@ -30,7 +30,8 @@ from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
 from fzero.runtime.eager import ForwardBackward, recomputing
 from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
-from fzero.runtime.loss import check_rows, loss_of, loss_row, mean_of
+from fzero.runtime.learned import hold
+from fzero.runtime.loss import loss_of, loss_row
 from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
 from fzero.runtime.param_views import ParamViews
@@ -38,7 +39,7 @@ from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard, read_later
-from fzero.storage.state_form import check_not_donated
+from fzero.storage.state_memory import check_not_donated
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -78,22 +79,9 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
         )
     _check_state(run, state)
     # Before random_state: the user's iterator must not draw from the state's generators.
-    stages = run.stages
-    micro_batches = list(run.batches.split(batch)) if stages is None else stages.micro_batches(run, state, batch)
+    micro_batches = run.program.split(run, state, batch)
     _enter(run, state)
     return state if run.spec.donate else optree.tree_map(torch.clone, state), micro_batches
-
-
-def forward_backward(run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
-    """The forwards and backwards of an eager step. *Collective:* every rank."""
-    window = _window(run, state, measures_early=True)
-    with random_state(state.rng, run.device) as rng, bound_throughout(run, window) as window:
-        for index, micro_batch in enumerate(micro_batches):
-            loss, weight = forward(run, window, partial(_loss, run, micro_batch))
-            # A mean is divided here. A sum is divided in the update, when all weights are known.
-            num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
-            window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
-    return collect(run, window, rng)
 
 
 # --- its parts ---------------------------------------------------------------------------------------------------
@@ -103,7 +91,7 @@ def begin(run: StepRuntime, state: State, *, measures_early: bool) -> Accumulati
     """See `TrainStep.begin`."""
     _check_state(run, state)
     _enter(run, state)
-    return _window(run, state, measures_early=measures_early)
+    return open_window(run, state, measures_early=measures_early)
 
 
 def _check_state(run: StepRuntime, state: State) -> None:
@@ -127,13 +115,12 @@ def _enter(run: StepRuntime, state: State) -> None:
     run.learned.origin.leave(partial(differing, run, state))
 
 
-def _window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
+    """An accumulation window of a state that is checked already; see `TrainStep.begin`."""
     learned = run.learned
     if learned.moving_buffers is None:
         learned.own_grads = OwnGrads(run.spec.model)
     if learned.leaves or any(each.is_held for each in learned.lingering):
-        from fzero.runtime.kept_tensors import hold
-
         hold(run, state.params)
     # Forwards write in copies, so that the given state stays valid if this step raises.
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
@@ -333,9 +320,8 @@ def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
         if number is None
     ]
     rest = map(run.rules.loss.of_shard, transfer.each(unknown))
-    measured = [next(rest) if number is None else number for number in known]
-    if run.stages is not None:
-        measured = run.stages.joined(measured, run.device)
+    own = [next(rest) if number is None else number for number in known]
+    measured = run.job.norm_parts(own, run.device)
     stack = partial(mesh.stack, label=Label("norm", phase="update"))
     return norm_parts(run.rules.loss, measured, mesh.num_shards, stack=stack, device=run.device)
 
@@ -355,34 +341,10 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
 # --- without gradients -------------------------------------------------------------------------------------------
 
 
-def evaluate(run: StepRuntime, state: State, batch: Any, program: Any = None) -> Tensor:
-    """See `TrainStep.evaluate`; `program` is the `GraphProgram` that computes the loss, or None."""
+def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
+    """See `TrainStep.evaluate`."""
     _check_read(run, state)
-    if run.stages is not None:
-        return run.stages.evaluate(run, state, batch)
-    meet("TrainStep.evaluate", run.mesh.world)
-    model = run.spec.model
-    modes = [(module, module.training) for module in model.modules()]
-
-    def loss_of_batch() -> tuple[Tensor, Tensor | None]:
-        model.eval()  # here, because the model's own eval() may read its tensors
-        return _loss(run, batch)
-
-    try:
-        with torch.no_grad(), random_state(state.rng, run.device):
-            if program is None:
-                loss, weight = _inspect(run, state, loss_of_batch, "evaluate")
-            else:
-                model.eval()
-                loss, weight = program.evaluate(run, state, batch)
-    finally:
-        for module, mode in modes:
-            module.training = mode
-    row = loss_row(loss, weight, run.learned.num_passes)
-    stats_W3 = collectives.stack(row, run.mesh.world, label=Label("loss_stats", phase="boundary"))
-    check_passes(stats_W3[:, 2])
-    check_rows(stats_W3[:, :2], is_sum=weight is not None)
-    return mean_of(stats_W3[:, :2], is_sum=weight is not None)[0].float()
+    return run.program.evaluate(run, state, batch)
 
 
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
@@ -391,29 +353,25 @@ def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str
     _check_read(run, state)
     if run.plan.row.shards("params"):
         meet("TrainStep.inspect", run.mesh.world)
-    return _inspect(run, state, function, kind)
-
-
-def _inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
     with inspecting(run, state, kind):
         return function()
 
 
 @contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, generates: bool = False) -> Iterator[None]:
+def inspecting(run: StepRuntime, state: State, kind: str, *, calls_vary: bool = False) -> Iterator[None]:
     """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
 
     *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
 
     Args:
-        generates: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
+        calls_vary: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
             negotiate the order of the gathers instead of learning it, and transforms do not count the forwards.
     """
     learned = run.learned
     transfer = run.offload.transfer(run.scratch)
-    call = call_of(run, read_later(state.step), is_counted=not generates)
+    call = call_of(run, read_later(state.step), is_counted=not calls_vary)
     seen = ParamViews(run.changes.views, call.num_updates, state.buffers)
-    known = learned.negotiating() if generates else learned
+    known = learned.negotiating() if calls_vary else learned
     params = run.inner_params(state.params, transfer)
     work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
     learned.num_passes += params is not state.params or not work.gathers_nothing
@@ -493,7 +451,7 @@ def _only(forwards: Collection[int]) -> int:
     return next(iter(forwards))
 
 
-def _loss(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
+def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
     """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
     try:
         return loss_of(

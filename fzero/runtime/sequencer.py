@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TypeVarTuple, assert_never
 
 import torch
 
@@ -18,12 +19,14 @@ from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan
-from fzero.plans.replay import Replay
+from fzero.plans.schedule_cache import CachedScheduler
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
 from fzero.runtime.learned import Learned
 from fzero.runtime.reductions import Reductions
+
+Arguments = TypeVarTuple("Arguments")
 
 PATIENCE = 20.0
 """If a rank must leave the learned order, it waits so many seconds for all others to leave it, too."""
@@ -50,28 +53,60 @@ class Sequencer:
         self._flats = plan.flats
         self._gathers_nothing = not any(unit.gathered_numel for unit in plan.units)
         make = partial(UnitScheduler, plan.unit_rules, device=gathers.device.type, is_alone=mesh.world.size == 1)
-        self._replay = Replay(make, learned.answers)
+        self._cached = CachedScheduler(make, learned.schedule_cache)
         self.phase: Phase = "forward"
         self._run: Run = ()
         self._is_known = False  # whether its order was learned before it began
 
-    def ask(self, *request: Any) -> None:
-        """Executes the events that answer a request: the name of a method of `UnitScheduler`, and its arguments.
+    def request(
+        self, method: Callable[[UnitScheduler, *Arguments], tuple[Event, ...] | None], *arguments: *Arguments
+    ) -> None:
+        """Executes the events with which the unit scheduler answers a request: a method of it, and the arguments.
 
         *Collective* for the events that ranks agree on.
         """
-        if events := self._replay.ask(request):
+        if events := self._cached.answer((method, *arguments)):
             self.execute(events)
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
-        with_ranges = _RANGES if is_recording() else ()
+        if not is_recording():
+            self._execute(events)
+            return
         for event in events:
-            if event.kind in with_ranges:
-                with profiler_range(self._range_of(event), event.unit):
-                    EXECUTORS[event.kind](self, event.unit)
-            else:
-                EXECUTORS[event.kind](self, event.unit)
+            with self._range_of(event):
+                self._execute((event,))
+
+    def _execute(self, events: Iterable[Event]) -> None:
+        gathers, reductions, units = self._gathers, self._reductions, self._units
+        for kind, unit in events:
+            match kind:
+                case "gather":
+                    gathers.start(units[unit], self.phase)
+                case "prefetch_shards":
+                    gathers.prefetch_shards(units[unit])
+                case "wait_gather":
+                    gathers.wait(units[unit])
+                case "release":
+                    gathers.release(unit)
+                case "drop_gather":
+                    gathers.drop(unit)
+                case "collect":
+                    reductions.collect(*self._flats[unit])
+                case "reduce" | "keep":
+                    reductions.start(units[unit], self.phase)
+                case "end_reduce":
+                    reductions.end_oldest()
+                case "boundary":
+                    self.phase = "backward"
+                case "negotiate":
+                    self._negotiate()
+                case "depart":
+                    self._depart()
+                case "end" | "use" | "grad":
+                    raise AssertionError(f"a scheduler returns no {kind}")
+                case _:
+                    assert_never(kind)
 
     def begin(self, run: Run) -> None:
         """From here on, follows the order of a run, or negotiates it. A forward that gathers nothing has one order."""
@@ -79,28 +114,28 @@ class Sequencer:
         self._run, self._is_known, self.phase = run, known is not None, "forward" if run[0] == "forward" else "backward"
         if known is None and self._gathers_nothing:
             known = _WITHOUT_GATHERS.get(run[0])
-        self.ask("begin", known)
+        self.request(UnitScheduler.begin, known)
 
     def end(self) -> None:
         """The run has ended without an error: a negotiated order is learned."""
         if self._orders is not None and not self._is_known:
-            events, is_whole = self._replay.scheduler.recorded(self._run, differ=self._orders.differ)
+            events, is_whole = self._cached.scheduler.recorded(self._run, differ=self._orders.differ)
             if self._orders.learn(self._run, events, is_whole=is_whole):
                 self._warn()
 
-    def _turn(self, _: str) -> None:
-        self.phase = "backward"
-
-    def _range_of(self, event: Event) -> str:
-        """The name of an event in traces."""
+    def _range_of(self, event: Event) -> AbstractContextManager[object]:
+        """The range of an event in traces."""
+        if event.kind not in ("gather", "keep", "reduce"):
+            return nullcontext()
         is_full = self._units[event.unit].buffers[0].flow.reduces_to == "full"
-        return "gather" if event.kind == "gather" else "all_reduce" if is_full else "reduce_scatter"
+        verb = "gather" if event.kind == "gather" else "all_reduce" if is_full else "reduce_scatter"
+        return profiler_range(verb, event.unit)
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 
     def _negotiate(self) -> None:
         """Agrees with all ranks on one event after the other, until this rank needs no more (`wish` is None)."""
-        names, scheduler = list(self._units), self._replay.scheduler
+        names, scheduler = list(self._units), self._cached.scheduler
         while (wish := scheduler.wish) is not None:
             code = [-1, -1]
             if wish.kind in AGREED:
@@ -121,7 +156,7 @@ class Sequencer:
         Raises:
             ScheduleError: some ranks do not leave the order.
         """
-        scheduler, wish = self._replay.scheduler, self._replay.scheduler.wish
+        scheduler, wish = self._cached.scheduler, self._cached.scheduler.wish
         places = collectives.aside(scheduler.place, self._mesh.world, seconds=PATIENCE) if self._orders else None
         if places is None or self._orders is None:
             raise ScheduleError(
@@ -145,21 +180,4 @@ class Sequencer:
             )
 
 
-EXECUTORS: dict[str, Callable[[Sequencer, str], object]] = {
-    "gather": lambda work, unit: work._gathers.start(work._units[unit], work.phase),
-    "prefetch_shards": lambda work, unit: work._gathers.prefetch_shards(work._units[unit]),
-    "wait_gather": lambda work, unit: work._gathers.wait(work._units[unit]),
-    "release": lambda work, unit: work._gathers.release(unit),
-    "drop_gather": lambda work, unit: work._gathers.drop(unit),
-    "boundary": Sequencer._turn,
-    "collect": lambda work, key: work._reductions.collect(*work._flats[key]),
-    "keep": lambda work, unit: work._reductions.start(work._units[unit], work.phase),
-    "reduce": lambda work, unit: work._reductions.start(work._units[unit], work.phase),
-    "end_reduce": lambda work, _: work._reductions.end_oldest(),
-    "negotiate": lambda work, _: work._negotiate(),
-    "depart": lambda work, _: work._depart(),
-}
-"""The function that executes each kind of event on tensors."""
 _WITHOUT_GATHERS: dict[object, tuple[Event, ...]] = {"forward": (BOUNDARY,), "through": ()}  # they reduce nothing
-_RANGES = ("gather", "keep", "reduce")
-"""The kinds of events that are ranges of a trace."""

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import optree
 import torch
@@ -25,28 +25,23 @@ from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.runtime.batches import Batches
-from fzero.runtime.finish import Collected, StepRules
+from fzero.runtime.finish import StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
+from fzero.runtime.job import Job, WholeModel
 from fzero.runtime.learned import Learned
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
 from fzero.state import TrainState
+from fzero.storage.offload import Offload
 from fzero.storage.shard_transfer import BufferPool, ShardTransfer
-from fzero.storage.state_form import StateForm
-from fzero.storage.state_memory import DeviceMemory, StateMemory, place_of
+from fzero.storage.state_memory import DeviceMemory, StateForm, StateMemory, place_of
 from fzero.verbs import gather_flat, start_gather
 from sharding.views import torch_dtype, unflatten
 
 if TYPE_CHECKING:
-    from fzero.runtime.pipeline_stages import PipelineStages
+    from fzero.runtime.programs import Program
     from fzero.storage.file_tensor import StoredTensor
-
-
-class Program(Protocol):
-    """Runs the forwards and backwards of a step: eagerly, as one graph, or for all ranks at once."""
-
-    def __call__(self, run: StepRuntime, state: TrainState[Tensor], micro_batches: list[Any], /) -> Collected: ...
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,8 @@ class StepRuntime:
         flags: raises if a parameter was frozen or unfrozen; None if the step allows this.
         statistics: the names of the module buffers that hold running statistics.
         observer: sees batches and updates.
-        runs: the program of a step.
-        stages: the other stages of a pipeline; None without one. The rest of the runtime is that of this rank's stage.
+        job: all ranks of the job. Where it divides the model among them, the rest of the runtime is that of this rank's part.
+        runs: the program of a step; None where no step runs.
     """
 
     spec: StepSpec
@@ -93,8 +88,8 @@ class StepRuntime:
     flags: FixedFlags | None
     statistics: frozenset[str]
     observer: Observer | None
+    job: Job
     runs: Program | None = None
-    stages: PipelineStages | None = None
 
     @classmethod
     def make(cls, spec: StepSpec, ranks: RankAxis | AbstractAxis) -> Self:
@@ -132,6 +127,7 @@ class StepRuntime:
             flags=FixedFlags(spec.model, trained) if spec.trained is None else None,
             statistics=frozenset(spec.statistics & set(plan.buffers)),
             observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),
+            job=WholeModel(ranks if bound is None else bound.world),  # type: ignore[arg-type]  # `world` is of ranks that run
         )  # fmt: skip
 
     def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
@@ -158,20 +154,25 @@ class StepRuntime:
                     "optimizer.params: must not change the structure of the optimizer's state during training (a momentum from "
                     "or to 0), and did; make the step with it from the start"
                 )
-        return replace(self, updater=updater, builder=replace(self.builder, updater=updater))
+        run = replace(self, updater=updater, builder=replace(self.builder, updater=updater))
+        if optimizers is None or self.runs is None:
+            return run
+        return replace(run, runs=self.runs.following(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same parts, whose collectives are also reported to `observe`; it learns its order of collectives by itself."""
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         mesh = self.mesh.observed(observe)
         return replace(
-            self, bound=mesh, updater=replace(self.updater, mesh=mesh), learned=self.learned.with_own_orders()
-        )
+            self, bound=mesh, updater=replace(self.updater, mesh=mesh), learned=self.learned.with_own_orders(),
+            job=self.job.observed(observe), runs=self.program.observed(observe),
+        )  # fmt: skip
 
-    def program(self, state: TrainState[Tensor], micro_batches: list[Any]) -> Collected:
-        """The forwards and backwards of a step, eager or as a graph. *Collective:* every rank."""
+    @property
+    def program(self) -> Program:
+        """Runs the forwards and backwards of a step."""
         assert self.runs is not None, "a runtime without a step"
-        return self.runs(self, state, micro_batches)
+        return self.runs
 
     # --- parts that follow from these ------------------------------------------------------------------------------
 
@@ -191,18 +192,14 @@ class StepRuntime:
 
     @property
     def world(self) -> RankAxis:
-        """All ranks of the job, also those of other pipeline stages."""
-        return self.mesh.world if self.stages is None else self.stages.world
+        """All ranks of the job, also those that hold other parts of the model."""
+        _ = self.mesh  # raises on an AbstractAxis
+        return self.job.world
 
     @property
     def rank(self) -> int:
         """This rank's number among the ranks of the plan."""
         return self.ranks.rank
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the tensors of the model's other stages, if there are any, and of this one."""
-        return () if self.stages is None else self.stages.names
 
     @cached_property
     def inner_plan(self) -> Plan:
@@ -267,6 +264,4 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     """The memory of a plan's state, for a model on `device`."""
     if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
-    from fzero.storage.offload import Offload  # a step whose state is on the device does not load it
-
     return Offload(plan, device)

@@ -31,6 +31,7 @@ from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import PlanSpec
 from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.update import rate_of
 from sharding import Mesh
 
 if TYPE_CHECKING:
@@ -38,15 +39,20 @@ if TYPE_CHECKING:
     from fzero.plans.staged import StagedPlan
 
 
-class Pipelined(Protocol):
-    """A pipeline, which makes the runtime of one of its stages (`fzero.pipeline.pipeline`)."""
+class Parallelism(Protocol):
+    """How a model is divided among the ranks of a job (`fzero.parallelism`)."""
 
-    def plan(self, spec: StepSpec, mesh: Mesh, /) -> StagedPlan:
-        """The plans of all stages."""
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all ranks run the same program, on tensors of the same shapes."""
         ...
 
-    def runtime(self, spec: StepSpec, world: Any, /) -> Any:
-        """The `StepRuntime` of this rank's stage."""
+    def staged(self, spec: StepSpec, mesh: Mesh, own: Plan, /) -> StagedPlan:
+        """The plans of all parts of the model; `own` is the plan of this rank."""
+        ...
+
+    def runtime(self, spec: StepSpec, axis: Any, /) -> Any:
+        """The `StepRuntime` of this rank. *Collective:* every rank."""
         ...
 
 
@@ -94,8 +100,8 @@ class StepSpec(PlanSpec):
     """The device for a model on `meta`; None is the accelerator, if there is one."""
     transforms: tuple[ModelTransform, ...] = ()
     """The transforms of the model, in the order of their application (`fzero.model.transforms`)."""
-    pipeline: Pipelined | None = None
-    """How the layers of `model` are divided among the stages of a pipeline, and in which order these run."""
+    parallelism: Parallelism | None = None
+    """How `model` is divided among the ranks; None leaves it whole (`fzero.parallelism.parallelism_of`)."""
     held: tuple[Held, ...] | None = None
     """The tensors outside of the model's slots that share memory with its parameters and buffers; None looks for them."""
 
@@ -182,7 +188,7 @@ class StepSpec(PlanSpec):
         if cfg.scheduler is not None and self.lr_schedule is None:
             schedulers = cfg.scheduler.for_groups(len(optimizers))
             return [one.rate(group.lr) for one, group in zip(schedulers, optimizers, strict=True)]
-        return [_rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
+        return [rate_of(group.lr, cfg.optimizer.lr, self.lr_schedule) for group in optimizers]
 
     @cached_property
     def group_names(self) -> list[str]:
@@ -335,17 +341,3 @@ def _check_schedule(schedule: Schedule | None) -> None:
         raise ValueError(
             f"lr_schedule: must give a number that is not negative for every number of updates, got {first!r} for 0"
         )
-
-
-def _rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
-    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
-    if schedule is None:
-        return lambda n: lr
-    if lr == base:
-        return schedule
-    if base == 0:
-        raise ConfigError(
-            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
-            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
-        )
-    return lambda n: schedule(n) * (lr / base)

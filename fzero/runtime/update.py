@@ -23,8 +23,10 @@ from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.mesh import AxisMesh, RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
+from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.optim.precision import NUM_SALTS, mixed_precision
+from fzero.optim.rounding import salts_of, stochastic
 from fzero.optim.transforms import Transform, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
@@ -93,6 +95,16 @@ class Updater:
     """The optimizers, if those of the step have been replaced."""
     _made: dict[tuple[int, str], tuple[Any, Transform]] = field(default_factory=dict)
     """The last transforms, with their learning rate and momentum."""
+    kinds: dict[str, Hashable] = field(init=False, repr=False, compare=False)
+    """By flat buffer; those of one kind have equal transforms. One that is not elementwise, or rounds at random, has its own
+    kind."""
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Hashable] = {}
+        for b in self.plan.flat_buffers:
+            is_plain = self.places is None and b.trainable and self.optimizers[b.group].is_elementwise(b.rule)
+            kinds[b.key] = (b.group, b.rule, b.dtypes) if is_plain else b.key
+        object.__setattr__(self, "kinds", kinds)
 
     def following(self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None) -> Self:
         """The same updater with other learning rates, and other optimizers unless these are None."""
@@ -172,7 +184,8 @@ class Updater:
         without a master."""
 
         def kind_of(update: Update) -> Hashable:
-            return update.buffer.key if update.buffer.has_master else self.kind_of(update.buffer)
+            buffer = update.buffer
+            return buffer.key if buffer.has_master else self.kinds[buffer.key]
 
         for _, neighbours in groupby(updates, kind_of):
             alike, numel = list[Update](), 0
@@ -183,11 +196,6 @@ class Updater:
                 alike.append(update)
                 numel += update.grad.numel()
             yield alike
-
-    def kind_of(self, buffer: FlatParamPlan) -> Hashable:
-        """Flat buffers of one kind have equal transforms. One that is not elementwise, or rounds at random, has its own kind."""
-        is_plain = self.places is None and self.optimizers[buffer.group].is_elementwise(buffer.rule)
-        return (buffer.group, buffer.rule, buffer.dtypes) if is_plain else buffer.key
 
     def _transform_at(
         self, buffer: FlatParamPlan, hyper: Hyper, skip: Tensor | None, factor: Tensor | None, out: Any,
@@ -224,23 +232,21 @@ class Updater:
         optimizer, rule = self.optimizers[buffer.group], (buffer.group, buffer.rule)
         hyper = self.hyper(0) if hyper is None else hyper
         lr, momentum = hyper.rates[buffer.group], hyper.momentum
-        if not optimizer.is_elementwise(buffer.rule):
+        if _are_same(self._made.get(rule, ((None, None),))[0], (lr, momentum)):
+            transform = self._made[rule][1]
+        elif optimizer.is_elementwise(buffer.rule):
+            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
+            self._made[rule] = (lr, momentum), transform
+        else:
             contents = optim.ShardContents.whole(buffer.layout)
             if buffer.flow.updates == "shard":
                 stack, join = partial(_stack, mesh or self.mesh), partial(_join, mesh or self.mesh)
                 contents = optim.ShardContents(buffer.layout, (self.shard,), stack=stack, join=join)
             transform = optimizer.transform(lr=lr, momentum=momentum, contents=contents, kind=buffer.rule)
             how["tile"] = None
-        elif _are_same(self._made.get(rule, ((None, None),))[0], (lr, momentum)):
-            transform = self._made[rule][1]
-        else:
-            transform = optimizer.transform(lr=lr, momentum=momentum, kind=buffer.rule)
-            self._made[rule] = (lr, momentum), transform
         if skip is not None:
             transform = skip_if(skip, transform)
         if self.places is not None:
-            from fzero.optim.rounding import stochastic  # other updates do not load it
-
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
 
@@ -279,10 +285,22 @@ class Updater:
         if hyper.momentum is not None:
             traced.momentum.fill_(hyper.momentum)
         if self.places is not None:
-            from fzero.optim.rounding import salts_of
-
             for place, salt in zip(traced.num_updates, salts_of(hyper.num_updates, NUM_SALTS)):
                 place.fill_(salt)  # a copy would wait for the device
+
+
+def rate_of(lr: float, base: float, schedule: Schedule | None) -> Schedule:
+    """The learning rate of a parameter group: `schedule` times `lr` / `base` (the group's lr divided by the configuration's)."""
+    if schedule is None:
+        return lambda n: lr
+    if lr == base:
+        return schedule
+    if base == 0:
+        raise ConfigError(
+            f"optimizer.params.lr: must not be 0 when a parameter group has another lr ({lr}) and a schedule changes both, "
+            f"got 0; the group's lr is scaled by the ratio, so give the lr that the schedule starts from"
+        )
+    return lambda n: schedule(n) * (lr / base)
 
 
 def _are_same(made: tuple[Any, Any], now: tuple[Any, Any]) -> bool:

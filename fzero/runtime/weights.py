@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
 from fzero.comms.hangs.failures import meet
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.out_of_memory import explained
+from fzero.runtime.outcome import explained
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import gather_flat
@@ -32,16 +33,16 @@ def first_state(run: StepRuntime, params: Mapping[str, Tensor] | None, init_fn: 
     run.learned.origin.look(given=params is not None)
     with explained(run.plan):
         state = run.builder.make(run.mesh, params, init_fn)
-    return state if run.stages is None else run.stages.first_state(run, state)
+    return run.job.first_state(run.plan, state)
 
 
-def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[str, Tensor]:
+def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
     """See `TrainStep.gather`. *Collective.*"""
     if to not in ("all", "rank0"):
         raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
     run.check_state(state)
     meet("TrainStep.gather", run.mesh.world)
-    keep = to == "all" or run.ranks.rank == 0  # of a stage
+    keep = to == "all" or run.ranks.rank == 0  # of the ranks that hold this part of the model
     full: dict[str, Tensor] = {}
     for views in run.full_weights(state):
         if keep:
@@ -49,9 +50,7 @@ def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: str) -> dict[
     run.agree_on_files(state)
     full |= {name: _portable(tensor) for name, tensor in state.buffers.items()} if keep else {}
     full = {key: full[name] for key, name in run.stored_names.items()} if keep else {}
-    if run.stages is not None and keep:
-        return run.stages.all_of(full, keep=to == "all" or run.stages.is_first)
-    return full
+    return run.job.all_tensors(full, to=to) if keep else {}
 
 
 def differing(run: StepRuntime, state: TrainState[Tensor], tensors: Mapping[str, Tensor]) -> set[str]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fzero.plans.flat_params import FlatParamPlan
+from fzero.storage.host_memory import paged
 from fzero.storage.pages import CHUNK, PAGE
 
 if TYPE_CHECKING:
@@ -43,8 +44,6 @@ class BufferPool:
         """An uninitialised buffer on the CPU for direct I/O."""
         if free := self._paged[numel, dtype]:
             return free.pop()
-        from fzero.storage.host_memory import paged  # only a job with files needs it
-
         return paged(numel, dtype)
 
     def give(self, flat: Tensor) -> None:

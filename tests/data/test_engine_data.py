@@ -134,7 +134,9 @@ def test_a_step_passes_the_theta_of_an_engine(compile: Any) -> None:
     keys = {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 4}
     drop = {"progressive_layer_drop": {"enabled": True, "theta": 0.5, "gamma": 0.1}}
     model = make(Net)
-    step = fzero.make_train_step(model, {**keys, **drop}, compile=compile, compile_backend="aot_eager", units=["blocks.*"])
+    step = fzero.make_train_step(
+        model, {**keys, **drop}, compile=compile, compile_backend="aot_eager", units=["blocks.*"]
+    )
     state, losses = step.init(), []
     for index in range(4):
         state, metrics = step(state, (tokens(index),))
@@ -147,7 +149,9 @@ def test_a_step_passes_the_theta_of_an_engine(compile: Any) -> None:
 
 def test_a_model_that_takes_no_theta_raises() -> None:
     keys = {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
-    with pytest.raises(fzero.ConfigError, match="needs a model whose forward takes progressive_layer_drop and pld_theta"):
+    with pytest.raises(
+        fzero.ConfigError, match="needs a model whose forward takes progressive_layer_drop and pld_theta"
+    ):
         fzero.make_train_step(make(lambda: nn.Linear(3, 3)), keys)
     keys = {"optimizer": ADAM, "progressive_layer_drop": {"enabled": True}, "train_micro_batch_size_per_gpu": 2}
     engine, *_ = fzero.initialize(model=make(lambda: nn.Linear(3, 3)), config=keys)

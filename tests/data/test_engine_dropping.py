@@ -133,7 +133,7 @@ def test_a_backward_through_several_forwards_that_runs_layers_again_says_so() ->
     for group in model.groups:
         group.checkpoints = True
     engine = convert_to_random_ltd(fzero.initialize(model=model, config=settings(0))[0], Layer)
-    with pytest.raises(RuntimeError, match="must be of one forward .*random_ltd.* got one of 2"):
+    with pytest.raises(RuntimeError, match=r"must be of one forward .*random_ltd.* got one of 2"):
         engine.backward(engine(tokens(0)) + engine(tokens(1)))
 
 

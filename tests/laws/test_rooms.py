@@ -21,7 +21,7 @@ import fzero.testing
 ROOT = Path(__file__).parents[2]
 
 CORE = "sharding common comms optim data config compression plans"
-STEP = f"{CORE} state verbs storage model runtime pipeline graph transforms step simulation"
+STEP = f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step simulation"
 MAY_IMPORT: dict[str, str] = {
     "sharding": "",
     "common": "sharding",
@@ -40,8 +40,9 @@ MAY_IMPORT: dict[str, str] = {
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
     "transforms": f"{CORE} model runtime graph",
     "graph": f"{CORE} state verbs storage model runtime",
-    "step": f"{CORE} state verbs storage model runtime pipeline graph transforms estimation",
-    "simulation": f"{CORE} state verbs storage model runtime pipeline graph transforms step",
+    "parallelism": f"{CORE} runtime pipeline graph estimation",
+    "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",
+    "simulation": f"{CORE} state verbs storage model runtime pipeline graph transforms parallelism step",
     "resharding": STEP,
     "estimation": f"{CORE} state storage model runtime pipeline graph transforms",  # needs no step
     "checkpoint": f"{STEP} resharding",

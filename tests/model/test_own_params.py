@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fzero
 from fzero.model.own_params import StandIn
-from fzero.runtime import given_params
+from fzero.runtime import visits
 from fzero.simulation import simulate
 
 STEPS = 3
@@ -373,13 +373,13 @@ class BySolver(Model):
         return self.b(out)
 
 
-@pytest.mark.parametrize("small", [4, given_params.SMALL])
+@pytest.mark.parametrize("small", [4, visits.SMALL])
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_module_that_a_backward_runs_again_gets_its_gradient(
     is_strict: bool, small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Adjoint, "is_strict", is_strict)
-    monkeypatch.setattr(given_params, "SMALL", small)
+    monkeypatch.setattr(visits, "SMALL", small)
     for model in (ByAdjoint, ByAdjointOfCopies, BySolver):
         assert_trains_as_plainly(model)
         for stage in (0, 3):

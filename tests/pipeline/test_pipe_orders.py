@@ -22,6 +22,7 @@ from fzero.pipeline import (
     I,
     LayerCost,
     OrderError,
+    PipeEvent,
     PipeOrder,
     W,
     check_order,
@@ -35,7 +36,6 @@ from fzero.pipeline import (
 )
 from fzero.pipeline.order_check import adds_in_order
 from fzero.pipeline.orders import Order, tick
-from fzero.plans.unit_orders import Event
 
 BUILT_IN: dict[str, Order] = {
     "gpipe": gpipe,
@@ -58,20 +58,20 @@ def planned(draw: st.DrawFn) -> PipeOrder:
 
 
 @st.composite
-def sequential_runs(draw: st.DrawFn) -> list[list[Event]]:
+def sequential_runs(draw: st.DrawFn) -> list[list[PipeEvent]]:
     """The events of stages that come from running one event after the other, in any order that their data allows."""
     stages, micro_batches = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     stage_of = draw(st.permutations([*range(stages), *draw(st.lists(st.integers(0, stages - 1), max_size=2))]))
     pairs = [(i, chunk) for i in range(micro_batches) for chunk in range(len(stage_of))]
     back = {pair: (I if draw(st.booleans()) else B)(*pair) for pair in pairs}
-    sorter: TopologicalSorter[Event] = TopologicalSorter()
+    sorter: TopologicalSorter[PipeEvent] = TopologicalSorter()
     for i, chunk in pairs:
         sorter.add(F(i, chunk), *([F(i, chunk - 1)] if chunk else []))
         sorter.add(back[i, chunk], F(i, chunk), *([back[i, chunk + 1]] if (i, chunk + 1) in back else []))
         if back[i, chunk].kind == "backward_input":
             sorter.add(W(i, chunk), back[i, chunk])
     sorter.prepare()
-    events, ready = [list[Event]() for _ in range(stages)], list[Event]()
+    events, ready = [list[PipeEvent]() for _ in range(stages)], list[PipeEvent]()
     while sorter.is_active():
         ready += sorted(sorter.get_ready())
         event = ready.pop(draw(st.integers(0, len(ready) - 1)))
@@ -87,10 +87,10 @@ def depends(order: PipeOrder) -> dict[tuple[int, int], list[tuple[int, int]]]:
     last = order.num_chunks - 1
     for stage, events in enumerate(order.events):
         for index, event in enumerate(events):
-            kind, _, i, chunk = event
+            kind, i, chunk = event
             after[stage, index] += [(stage, index - 1)] if index else []
 
-            def needs(*others: Event, here: int = stage, stage: int = stage, index: int = index) -> None:
+            def needs(*others: PipeEvent, here: int = stage, stage: int = stage, index: int = index) -> None:
                 found = [(here, place[here, other]) for other in others if (here, other) in place]
                 if not found:
                     raise KeyError(others)
@@ -99,11 +99,11 @@ def depends(order: PipeOrder) -> dict[tuple[int, int], list[tuple[int, int]]]:
             up = chunk < last and order.stage_of[chunk + 1] == stage
             down = chunk > 0 and order.stage_of[chunk - 1] == stage
             if kind == "forward" and chunk:
-                needs(F(i, chunk - 1) if down else Event("receive_input", "", i, chunk))
+                needs(F(i, chunk - 1) if down else PipeEvent("receive_input", i, chunk))
             if kind in ("backward", "backward_input"):
                 needs(F(i, chunk))
                 if chunk < last:
-                    needs(*([B(i, chunk + 1), I(i, chunk + 1)] if up else [Event("receive_gradient", "", i, chunk)]))
+                    needs(*([B(i, chunk + 1), I(i, chunk + 1)] if up else [PipeEvent("receive_gradient", i, chunk)]))
             if kind == "backward_weight":
                 needs(I(i, chunk))
             if kind == "send_output":
@@ -111,9 +111,9 @@ def depends(order: PipeOrder) -> dict[tuple[int, int], list[tuple[int, int]]]:
             if kind == "send_gradient":
                 needs(B(i, chunk), I(i, chunk))
             if kind == "receive_input":
-                needs(Event("send_output", "", i, chunk - 1), here=order.stage_of[chunk - 1])
+                needs(PipeEvent("send_output", i, chunk - 1), here=order.stage_of[chunk - 1])
             if kind == "receive_gradient":
-                needs(Event("send_gradient", "", i, chunk + 1), here=order.stage_of[chunk + 1])
+                needs(PipeEvent("send_gradient", i, chunk + 1), here=order.stage_of[chunk + 1])
     return after
 
 
@@ -162,7 +162,7 @@ def test_what_orders_declare_is_what_they_have_in_flight(size: tuple[int, int]) 
 
 
 @given(sequential_runs())
-def test_what_runs_one_after_the_other_is_an_order(events: list[list[Event]]) -> None:
+def test_what_runs_one_after_the_other_is_an_order(events: list[list[PipeEvent]]) -> None:
     micro_batches = 1 + max(event.micro_batch for stage in events for event in stage)
     assert can_run(plan_order(lambda *_: events, len(events), micro_batches))
 
@@ -215,8 +215,8 @@ def test_an_order_with_more_in_flight_than_it_declares_is_rejected(order: PipeOr
 
 def test_stages_that_wait_for_each_other_are_named() -> None:
     events = [
-        [Event("receive_gradient", "", 0, 0), F(0), Event("send_output", "", 0, 0), B(0)],
-        [Event("receive_input", "", 0, 1), F(0, 1), B(0, 1), Event("send_gradient", "", 0, 1)],
+        [PipeEvent("receive_gradient", 0, 0), F(0), PipeEvent("send_output", 0, 0), B(0)],
+        [PipeEvent("receive_input", 0, 1), F(0, 1), B(0, 1), PipeEvent("send_gradient", 0, 1)],
     ]
     with pytest.raises(
         OrderError, match=r"in a circle.*stage 0 at event 0 \(receive_gradient 0, from stage 1\); stage 1 "
@@ -258,7 +258,7 @@ def test_events_that_are_no_order_are_refused_in_words(events: Any, words: str) 
         ([[F(0), F(0, 1), I(0, 1), W(0, 1), W(0), I(0)]], "must be after backward_input 0, got"),
     ],
 )
-def test_events_of_one_stage_in_a_wrong_order_are_refused(events: list[list[Event]], words: str) -> None:
+def test_events_of_one_stage_in_a_wrong_order_are_refused(events: list[list[PipeEvent]], words: str) -> None:
     with pytest.raises(OrderError, match=words):
         plan_order(lambda *_: events, 1, 1)
 
@@ -324,7 +324,7 @@ def test_schedules_under_deepspeeds_names_have_its_instructions(name: str) -> No
             assert one.num_pipe_buffers() == two.num_pipe_buffers()
 
 
-def torch_orders(name: str, stages: int, micro_batches: int, per_rank: int) -> list[list[Event]]:
+def torch_orders(name: str, stages: int, micro_batches: int, per_rank: int) -> list[list[PipeEvent]]:
     """The events of one of torch's schedules, which reads only a few numbers of its stages."""
     from torch.distributed.pipelining import schedules
 

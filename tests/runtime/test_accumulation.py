@@ -15,8 +15,8 @@ from training import Odd, Plain, adamw, config, make, part, tokens, train_plainl
 
 import fzero
 from fzero.runtime.eager import ForwardBackward
-from fzero.runtime.forwards import Forwards
 from fzero.runtime.loss import LossRules
+from fzero.runtime.visits import Forwards
 
 NUM_STEPS = 4
 STEPS = {"train_batch_size": 12}

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fzero
-from fzero.runtime import given_params
+from fzero.runtime import visits
 
 AOT = {"compile": "step", "compile_backend": "aot_eager"}
 
@@ -161,7 +161,7 @@ def test_a_gradient_by_own_parameters_is_the_plain_loops_in_every_stage(kind: ty
 def test_large_parameters_have_nodes_of_their_own_and_the_same_gradients(
     way: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(given_params, "SMALL", 4)
+    monkeypatch.setattr(visits, "SMALL", 4)
     for stage in (0, 3):
         assert_same(trained(Net, way, stage, 2), plain(Net, way), tolerance=0.0)
 

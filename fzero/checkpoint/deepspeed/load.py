@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero.checkpoint import folders as files
+from fzero.checkpoint.dcp_format import write
 from fzero.checkpoint.deepspeed.files import find
 from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.layout import StoredSlice, nbytes_of
@@ -85,8 +86,6 @@ def convert_deepspeed(dir: str | Path, out: str | Path) -> Path:
     Raises:
         CheckpointError: as for `import_deepspeed`; or the disk is too small, or cannot be written to.
     """
-    from fzero.checkpoint.dcp_format import write
-
     found, path = DeepSpeedFiles(find(Path(dir))), Path(out)
     found.check_optimizer()
     parts = [StoredSlice.whole(key, like) for key, like in found.stored.items()]

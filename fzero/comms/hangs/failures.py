@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fzero.comms.axes import CollectiveError, ProcessAxis, RankAxis
+from fzero.comms.hangs.meeting import Meeting, Notified
 from fzero.comms.hangs.progress import HERE, LoneCallError
+from fzero.comms.hangs.watchdog import Watchdog
 from fzero.comms.records import Label
 
 if TYPE_CHECKING:
@@ -107,9 +109,6 @@ def keep_watch() -> None:
     assert group is not None
     if dist.get_world_size() == 1 or (_WATCHES and _WATCHES[-1].group() is group):
         return
-    from fzero.comms.hangs.meeting import Meeting, Notified
-    from fzero.comms.hangs.watchdog import Watchdog
-
     end_watch()
     HERE.num_steps = HERE.number = 0  # ranks of the job may have done other things before
     HERE.places = {}

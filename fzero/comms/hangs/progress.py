@@ -41,11 +41,5 @@ class Progress:
         """
         return f"rank {rank} of {self.places[rank]}" if rank in self.places else f"rank {rank}"
 
-    def next_step(self) -> None:
-        self.num_steps, self.number = self.num_steps + 1, 0
-
-    def start(self, label: Label) -> None:
-        self.number, self.label = self.number + 1, label
-
 
 HERE = Progress()

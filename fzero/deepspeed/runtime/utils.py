@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.comm import get_rank
+from fzero.engine.param_status import ZeroParamStatus
 from fzero.storage.host_memory import available_memory, machine_memory
 
 _GIB = 1024**3
@@ -136,8 +137,6 @@ def is_model_parallel_parameter(p: Any) -> bool:
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
     """The parameters whose values this rank does not hold now (stage 3)."""
-    from fzero.engine.param_status import ZeroParamStatus
-
     return [p for p in param_list if getattr(p, "ds_status", None) == ZeroParamStatus.NOT_AVAILABLE]
 
 

@@ -1,4 +1,4 @@
-"""`Replay` answers as the scheduler does, whatever came before, and makes none for requests that repeat."""
+"""`CachedScheduler` answers as the scheduler does, whatever came before, and makes none for requests that repeat."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from training import Plain, config, make
 
 import fzero
-from fzero.plans import replay
-from fzero.plans.replay import Memory, Replay, Request
+from fzero.plans import schedule_cache
+from fzero.plans.schedule_cache import CachedScheduler, Request, ScheduleCache
 from fzero.plans.unit_orders import Event, early
 from fzero.plans.unit_rules import UnitRules
 from fzero.plans.unit_scheduler import UnitScheduler
@@ -29,56 +29,58 @@ windows = st.lists(st.sampled_from(UNITS), min_size=1, max_size=4).map(tuple)
 def requests_of(rules: UnitRules, visits: Sequence[str], orders: Sequence[Any]) -> Iterator[Request]:
     """The requests of a forward and a backward."""
     forward, backward = orders
-    yield from (("begin", forward), ("begin_forward", True))
-    yield from (("enter", unit) for unit in visits)
-    yield from (("boundary",), ("begin", backward))
-    yield "begin_backward", True, frozenset((unit, visits.count(unit)) for unit in visits)
+    yield from ((UnitScheduler.begin, forward), (UnitScheduler.begin_forward, True))
+    yield from ((UnitScheduler.enter, unit) for unit in visits)
+    yield from ((UnitScheduler.boundary,), (UnitScheduler.begin, backward))
+    yield UnitScheduler.begin_backward, True, frozenset((unit, visits.count(unit)) for unit in visits)
     for unit in reversed(visits):
-        yield "need", unit
-        yield from (("collect", unit, grad.key) for grad in rules.units[unit].grads)
-        yield "end_visit", unit
-    yield from (("end_backward",), ("finish",))
+        yield UnitScheduler.need, unit
+        yield from ((UnitScheduler.collect, unit, grad.key) for grad in rules.units[unit].grads)
+        yield UnitScheduler.end_visit, unit
+    yield from ((UnitScheduler.end_backward,), (UnitScheduler.finish,))
 
 
 def learned(rules: UnitRules, visits: Sequence[str]) -> list[Any]:
     """The orders that a first step of one rank learns."""
     scheduler, orders = UnitScheduler(rules, is_alone=True), []
-    for request in requests_of(rules, visits, (None, None)):
-        getattr(scheduler, request[0])(*request[1:])
-        if request[0] == "boundary":
+    for method, *arguments in requests_of(rules, visits, (None, None)):
+        method(scheduler, *arguments)
+        if method == UnitScheduler.boundary:
             orders.append(tuple(scheduler.executed))
     return [*orders, early(scheduler.executed[len(orders[0]) :], rules.may_start_early)]
 
 
 @pytest.mark.parametrize("stage", RULES)
 @given(st.lists(windows, min_size=1, max_size=4), windows, st.integers(0, 12))
-def test_a_replay_answers_as_the_scheduler_does(
+def test_a_cached_scheduler_answers_as_the_scheduler_does(
     stage: int, steps: list[tuple[str, ...]], first: tuple[str, ...], most: int
 ) -> None:
-    rules, memory = RULES[stage], Memory()
+    rules, cache = RULES[stage], ScheduleCache()
     orders = learned(rules, first)
-    with patch.object(replay, "MOST_ANSWERS", 10 * most):
+    with patch.object(schedule_cache, "MOST_ANSWERS", 10 * most):
         for visits in [*steps, *steps]:
             scheduler = UnitScheduler(rules, is_alone=True)
-            one = Replay(partial(UnitScheduler, rules, is_alone=True), memory)
+            one = CachedScheduler(partial(UnitScheduler, rules, is_alone=True), cache)
             for request in requests_of(rules, visits, orders):
-                expected = getattr(scheduler, request[0])(*request[1:]) or ()
-                found = one.ask(request)
+                method, *arguments = request
+                expected = method(scheduler, *arguments) or ()
+                found = one.answer(request)
                 assert found == expected
                 if Event("depart") in expected:
                     assert one.scheduler.depart(scheduler.place) == scheduler.depart(scheduler.place)
-    assert memory.num_answers <= 10 * most
+    assert cache.num_answers <= 10 * most
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_steps_make_no_scheduler_once_their_requests_are_known(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[int] = []
 
-    def counted(*args: Any, **how: Any) -> UnitScheduler:
-        made[-1] += 1
-        return UnitScheduler(*args, **how)
+    class Counted(UnitScheduler):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            made[-1] += 1
+            super().__init__(*args, **how)
 
-    monkeypatch.setattr(sequencer, "UnitScheduler", counted)
+    monkeypatch.setattr(sequencer, "UnitScheduler", Counted)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     step = fzero.make_train_step(model, config(stage), loss_fn=lambda m, x: m(x).square().mean(), units=["0", "1", "2"])
     state = step.init()
