@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +15,26 @@ from fzero.transforms.low_rank import LowRank
 from fzero.transforms.matching import shape_of
 
 if TYPE_CHECKING:
+    from fzero.runtime.step_runtime import StepRuntime
+    from fzero.runtime.step_spec import StepSpec
     from fzero.state import TrainState
-    from fzero.step import TrainStep
+
+
+class Step(Protocol):
+    """What is read here of a `TrainStep`."""
+
+    @property
+    def runtime(self) -> StepRuntime: ...
+    @property
+    def spec(self) -> StepSpec: ...
+    @property
+    def rank(self) -> int: ...
+
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def merged(step: TrainStep, weights: Mapping[str, Tensor], n: int | None = None) -> dict[str, Tensor]:
+def merged(step: Step, weights: Mapping[str, Tensor], n: int | None = None) -> dict[str, Tensor]:
     """The state dict of the plain model that computes as the transformed one, from `step.gather(state)`.
 
     Parameters have the values of all their views; tensors that transforms have added are left out. Other forwards of modules
@@ -42,7 +55,7 @@ def merged(step: TrainStep, weights: Mapping[str, Tensor], n: int | None = None)
     return {key: found[names[key]] for key in weights if key in names and names[key] not in changes.added}
 
 
-def unmerged(step: TrainStep, plain: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def unmerged(step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The frozen weights again, from `merged` ones and the adapters in `weights`; equal to the first to rounding.
 
     Raises:
@@ -61,7 +74,7 @@ def unmerged(step: TrainStep, plain: Mapping[str, Tensor], weights: Mapping[str,
     return found
 
 
-def save_adapter(step: TrainStep, state: TrainState[Tensor], folder: str | Path, *, base: str | None = None) -> None:
+def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, base: str | None = None) -> None:
     """Writes the adapters of `lora` alone, as `peft.PeftModel.from_pretrained(model, folder)` loads them.
 
     *Collective:* every rank gathers a flat buffer at a time; rank 0 writes.
@@ -106,7 +119,7 @@ def save_adapter(step: TrainStep, state: TrainState[Tensor], folder: str | Path,
     Path(folder, CONFIG).write_text(json.dumps(config, indent=2))
 
 
-def load_adapter(step: TrainStep, folder: str | Path) -> dict[str, Tensor]:
+def load_adapter(step: Step, folder: str | Path) -> dict[str, Tensor]:
     """The adapters in a folder of PEFT by their names in the model: `step.init({**model.state_dict(), **load_adapter(step, …)})`.
 
     Raises:
@@ -167,7 +180,7 @@ class _Adapter(NamedTuple):
         return dict(zip(self.view.trains, (a.contiguous(), b.contiguous()), strict=True))
 
 
-def _adapters(step: TrainStep, call: str) -> list[_Adapter]:
+def _adapters(step: Step, call: str) -> list[_Adapter]:
     """Those of a step; one for each user of a tied weight."""
     names = {id(param): name for name, param in step.spec.model.named_parameters()}
     found = [
