@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from fzero.plans.plan import Plan as Plan
     from fzero.plans.plan_spec import plan as plan
     from fzero.plans.unit_orders import ScheduleError as ScheduleError
+    from fzero.profiling.run_log import log as log
     from fzero.resharding.place import place as place
     from fzero.resharding.reshard import reshard as reshard
     from fzero.simulation import simulate as simulate
@@ -70,6 +71,7 @@ else:
             "plans.plan": "Plan",
             "plans.plan_spec": "plan",
             "plans.unit_orders": "ScheduleError",
+            "profiling.run_log": "log",
             "resharding.place": "place",
             "resharding.reshard": "reshard",
             "simulation": "simulate",

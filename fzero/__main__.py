@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import warnings
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from fzero import ConfigWarning, __version__
 from fzero.cli.plan_profile import count, nbytes, parser_of, plan_model, print_result, profile_model
+from fzero.common.optional import package
 from fzero.common.text_tables import print_report
 from fzero.config.table import ShownConfig
 
@@ -29,21 +31,29 @@ ZeRO as pure functions on PyTorch
   plan      what each rank would hold and send         fzero plan --model 7B --world 64
   profile   where a model's time and work go           fzero profile --model 100M --sequence 256
   tune      the fastest configuration of a script      fzero tune --num_procs 2 train.py --config c.json
+  test      whether fzero works here, in a minute      fzero test
   env       this machine: versions, devices, rates     fzero env --path /fast
   config    what a configuration comes to              fzero config ds_config.json
   export    the weights of a checkpoint, as files      fzero export checkpoints weights
   import-deepspeed    a checkpoint of DeepSpeed        fzero import-deepspeed ds_checkpoints checkpoints"""
 
+CONFIGS = """examples:
+  fzero config ds_config.json
+  fzero config ds_config.json --to fsdp2 > train_fsdp2.py
+  fzero config accelerate.yaml --from accelerate > ds_config.json"""
 EXPORTS = "example:\n  fzero export checkpoints weights --dtype bfloat16"
 IMPORTS = "example:\n  fzero import-deepspeed ds_checkpoints checkpoints"
 
 
 def show_config(arguments: list[str]) -> int:
-    """What a configuration comes to; 1 when it is wrong."""
-    parser = parser_of("config", "what a configuration comes to", "example:\n  fzero config ds_config.json")
+    """What a configuration comes to, or its translation; 1 when it is wrong."""
+    parser = parser_of("config", "what a configuration comes to, or its translation", CONFIGS)
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
     parser.add_argument("--defaults", action="store_true", help="show the keys that the file lacks, too")
     parser.add_argument("--reference", action="store_true", help="print the reference of all keys, as Markdown")
+    parser.add_argument("--to", choices=("fsdp2",), help="print a Python file that trains so with FSDP2")
+    written = "read a file of another library, and print it as JSON for fzero"
+    parser.add_argument("--from", dest="source", choices=("accelerate", "fsdp2"), help=written)
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
     if given.reference:
@@ -53,6 +63,10 @@ def show_config(arguments: list[str]) -> int:
         return 0
     if given.file is None:
         parser.error("give a FILE, or --reference")
+    if given.to and given.source:
+        parser.error("--to and --from: give one of them")
+    if given.to or given.source:
+        return print_result(lambda: _translated(given.file, given.source), False)
 
     def make() -> tuple[Table, dict[str, Any]]:
         with warnings.catch_warnings():
@@ -60,11 +74,35 @@ def show_config(arguments: list[str]) -> int:
             shown = ShownConfig.load(given.file)
         return shown.table(defaults=given.defaults), {
             "values": shown.values(),
-            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict")],
+            "given": [name for name, _, kind, _ in shown.rows() if kind in ("given", "conflict", "no effect")],
             "notes": [note._asdict() for note in (*shown.notes, *shown.conflicts)],
         }
 
     return print_result(make, given.json)
+
+
+def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
+    """A configuration as a file of FSDP2, or one of another library as JSON for fzero; notes go to stderr."""
+    from fzero.config import translate
+
+    if source is None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConfigWarning)  # the file names what has no translation
+            return translate.to_fsdp2(ShownConfig.load(file), file).rstrip(), {}
+    text = Path(file).read_text("utf-8")
+    if file.endswith((".yaml", ".yml")):
+        given = package("yaml", needed_by="--from").safe_load(text)
+    else:
+        given = json.loads(text)
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"--from {source}: {file} must hold keys and values, got {type(given).__name__}; pass another file"
+        )
+    read = translate.from_fsdp2 if source == "fsdp2" else translate.from_accelerate
+    made, left = read(given)
+    for line in left:
+        print(f"not translated: {line}", file=sys.stderr)
+    return json.dumps(made, indent=2), {}
 
 
 def export_weights(arguments: list[str]) -> int:
@@ -192,11 +230,19 @@ def tune(arguments: list[str]) -> int:
     return tune(arguments)
 
 
+def try_here(arguments: list[str]) -> int:
+    """Tries fzero in this environment; 1 when something fails."""
+    from fzero.cli.self_test import test
+
+    return test(arguments)
+
+
 COMMANDS = {
     "run": run,
     "tune": tune,
     "plan": plan_model,
     "profile": profile_model,
+    "test": try_here,
     "env": show_machine,
     "config": show_config,
     "export": export_weights,

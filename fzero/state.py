@@ -8,12 +8,16 @@ Shape letters: P padded elements of a flat buffer, S elements of a shard.
 
 from __future__ import annotations
 
-from typing import Any, Generic, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
+import optree
 from torch import Tensor
 
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Leaf
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
@@ -47,6 +51,37 @@ class TrainState(NamedTuple, Generic[Leaf]):
     hook_states: dict[str, dict[str, Any]]
     """The states of the reductions' comm hooks (the error so far: `fzero.comms.comm_hooks`), by flat buffer and mesh axis; every
     rank has its own. Empty where no comm hook has a state."""
+
+    def _repr_html_(self) -> str:
+        from fzero.common.notebooks import as_html
+
+        return as_html(table_of(self))
+
+
+def table_of(state: TrainState[Any]) -> Table:
+    """The tensors of a state, or the specs of `step.specs`: the part that each belongs to, its shape, dtype, device and bytes.
+
+    >>> from fzero.common.text_tables import as_text
+    >>> import torch
+    >>> scale = LossScale(*[torch.tensor(1.0)] * 3)
+    >>> state = TrainState(torch.tensor(3), {"a/float32": torch.zeros(4)}, {}, {}, {}, {}, scale, {}, {})
+    >>> print(as_text(table_of(state)).splitlines()[3].split())
+    ['params', 'a/float32', '(4,)', 'float32', 'cpu', '16']
+    """
+    from rich.table import Table  # a step does not load it
+
+    table = Table("part", "tensor", "shape", "dtype", "device", title="train state", title_justify="left", box=None)
+    table.add_column("bytes", justify="right")
+    parts = list(TrainState.__annotations__)
+    paths, leaves, _ = optree.tree_flatten_with_path(state)  # type: ignore[var-annotated]
+    for path, leaf in zip(paths, leaves, strict=True):
+        part, name = parts[path[0]], " ".join(map(str, path[1:]))
+        if isinstance(leaf, Tensor):
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            table.add_row(part, name, str((*leaf.shape,)), dtype, str(leaf.device), f"{leaf.nbytes:,}")
+        else:
+            table.add_row(part, name, str(leaf))
+    return table
 
 
 def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:

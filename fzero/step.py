@@ -33,7 +33,7 @@ from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
-from fzero.plans.unit_orders import Event
+from fzero.plans.unit_orders import EventOrder
 from fzero.runtime import phases
 from fzero.runtime.finish import Collected, Outcome, next_state
 from fzero.runtime.init_state import InitFn
@@ -194,9 +194,10 @@ class TrainStep:
         return cast("GraphProgram", runs) if runs.is_graph else None
 
     @property
-    def schedule(self) -> tuple[Event, ...] | None:
+    def schedule(self) -> EventOrder | None:
         """The events of a micro-step in order, once it is learned (as a rule, after the first step)."""
-        return self.runtime.learned.schedule
+        learned = self.runtime.learned.schedule
+        return None if learned is None else EventOrder(learned)
 
     @property
     def has_agreed(self) -> bool:
@@ -431,7 +432,7 @@ def end(
                 sees(finished.outcome)
             state = phases.update(run, collected, finished)
             return next_state(run.rules, collected, state, finished.outcome)
-        except torch.OutOfMemoryError as error:
+        except (RuntimeError, MemoryError) as error:
             explain(error, run.plan)
             raise
 

@@ -48,6 +48,7 @@ BUDGETS = {
     "compression": 120,
     "config": 120,
     "data": 200,
+    "cli": 60,
     "docs": 600,
     "engine": 300,
     "estimation": 300,

@@ -23,6 +23,7 @@ from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, make_train_step
 from fzero.common.flags import Parser
+from fzero.common.optional import MissingPackageError, package
 from fzero.common.text_tables import print_report
 from fzero.config.files import changed
 from fzero.estimation import Answers, compare_plans, fit, plan_pipeline
@@ -42,8 +43,9 @@ SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "KI": 2.0**10, "MI":
 PLAN = """bytes on a rank and bytes sent, for all stages and placements beside each other; or what fits.
 
 MODEL is a number of parameters (7B: a plain GPT of that size), the config.json of a model of transformers or
-its folder, the name of a class of transformers, or an import path pkg.mod:fn of a function that returns a
-module. No weights are made, and nothing is downloaded."""
+its folder, the name of a class of transformers, with sizes if you like
+(LlamaForCausalLM,num_hidden_layers=4,hidden_size=512), or an import path pkg.mod:fn of a function that returns
+a module. No weights are made, and nothing is downloaded."""
 
 PLAN_EXAMPLES = """examples:
   fzero plan --model 7B --world 64
@@ -166,6 +168,8 @@ def _machine(given: argparse.Namespace) -> MachineModel:
 
 
 def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
+    if given.picture:  # before a plan that may take minutes
+        package("matplotlib", needed_by="--picture")
     found = named(given.model)
     batch, batch_text = _batch(given, found, given.world)
     how = {"world_size": given.world, "batch": batch, "machine": _machine(given), "device": given.device}
@@ -334,7 +338,7 @@ def print_result(make: Callable[[], tuple[RenderableType, dict[str, Any]]], as_j
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ConfigWarning)
             report, data = make()
-    except (ModelError, CheckpointError, ValueError, OSError) as error:
+    except (ModelError, CheckpointError, MissingPackageError, ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 1
     for warning in caught:

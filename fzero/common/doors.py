@@ -36,6 +36,7 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
         return value
 
     def listed() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *homes})
+        own = {name for name in vars(sys.modules[package]) if name.startswith("__")}  # not `door` and `TYPE_CHECKING`
+        return sorted(own | {*homes})
 
     return get, listed, sorted(name for name, home in homes.items() if home)

@@ -28,12 +28,19 @@ from sharding.views import torch_dtype
 # --- files of torch.save -----------------------------------------------------------------------------------------
 
 
-def load_tensors(source: Path | IO[bytes], *, mmap: bool = False, known: Mapping[str, type] | None = None) -> Any:
+def load_tensors(
+    source: Path | IO[bytes],
+    *,
+    mmap: bool = False,
+    known: Mapping[str, type] | None = None,
+    map_location: Any = "cpu",
+) -> Any:
     """The content of a file of torch.save: tensors, numbers, strings and containers of these.
 
     Args:
         source: a path, or an open file.
         mmap: whether tensors are mapped into memory; only for files in the newer, zipped format.
+        map_location: where tensors go, as for torch.load; None is the device that they were on.
         known: more classes that the file may name, each with the class that replaces it.
 
     Raises:
@@ -44,7 +51,7 @@ def load_tensors(source: Path | IO[bytes], *, mmap: bool = False, known: Mapping
     try:
         with torch.serialization.safe_globals(replaced):
             is_mapped = mmap and isinstance(source, Path) and is_zipfile(source)
-            return torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
+            return torch.load(source, map_location=map_location, weights_only=True, mmap=is_mapped)
     except FileNotFoundError as error:
         raise ValueError("is missing") from error
     except Exception as error:

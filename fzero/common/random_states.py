@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
+from itertools import accumulate
+from operator import mul
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 def kinds_of(device: torch.device) -> tuple[str, ...]:
@@ -35,3 +40,25 @@ def seed(number: int, device: torch.device) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]  # makes the generators
         index = torch.cuda.current_device() if device.index is None else device.index
         torch.cuda.default_generators[index].manual_seed(number)
+
+
+def order_in_memory(x: Tensor) -> list[int] | None:
+    """The dimensions of a tensor, outermost in memory first, if a dropout fills its noise in that order and not as they are.
+
+    A graph has no in-place operators, and the one in place of `bernoulli_` fills memory of its own, as the dimensions are.
+    """
+    sizes, strides = x.size(), x.stride()
+    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim))
+    numels = accumulate((sizes[dim] for dim in reversed(order)), mul, initial=1)
+    is_dense = all(strides[dim] == numel for dim, numel in zip(reversed(order), numels) if sizes[dim] > 1)
+    return order if is_dense and order != sorted(order) and _fills_memory_in_order(x.device) else None
+
+
+@cache
+def _fills_memory_in_order(device: torch.device) -> bool:
+    """Whether `bernoulli_` fills a transposed tensor in the order of its memory (MKL does not)."""
+    with temporarily_clear_interpreter_stack(), _disable_current_modes():
+        rows, columns = torch.empty(64, 2, device=device), torch.empty(2, 64, device=device)
+        for x in (rows, columns.t()):
+            x.bernoulli_(0.5, generator=torch.Generator(device).manual_seed(0))
+        return torch.equal(rows.view(-1), columns.view(-1))

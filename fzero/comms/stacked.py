@@ -16,11 +16,11 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
-from torch._C._functorch import get_unwrapped, is_batchedtensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, maybe_get_bdim
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.common.random_states import random_states, set_random_states
+from fzero.common.random_states import order_in_memory, random_states, set_random_states
 from fzero.comms import primitives
 from fzero.comms.axes import WORLD
 from sharding import DATA, Mesh
@@ -89,6 +89,7 @@ class _AsOneRank(TorchFunctionMode):
     - Whether a tensor has a gradient is asked of the tensor of all ranks, through which the backward goes. So backward hooks
       are seen, and refused, because they would get the gradients of all ranks at once.
     - The padding of an embedding has no gradient: `torch.vmap` keeps that on rank 0 only.
+    - The noise of a dropout fills the memory of one rank's tensor in order; `torch.vmap` fills it as its dimensions are.
     - Attention without a mask tensor and without dropout is `_Attention`, unless it is captured.
     """
 
@@ -103,6 +104,8 @@ class _AsOneRank(TorchFunctionMode):
             return func(x)
         if func is _embed:
             return _embedded(*args, **kwargs)
+        if func is _drop and is_batchedtensor(args[0]):
+            return _dropped(*args, **kwargs)
         options = {name: value for name, value in kwargs.items() if name not in ("attn_mask", "dropout_p")}
         is_plain = len(args) == 3 and kwargs.get("attn_mask") is None and not kwargs.get("dropout_p")
         is_plain = is_plain and not torch.compiler.is_compiling()
@@ -111,7 +114,7 @@ class _AsOneRank(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_embed = torch.nn.functional.embedding
+_embed, _drop = torch.nn.functional.embedding, torch.nn.functional.dropout
 _OF_GRADIENTS = [getattr(Tensor, name).__get__ for name in ("requires_grad", "grad_fn", "is_leaf")]
 
 
@@ -121,6 +124,16 @@ def _embedded(input: Tensor, weight: Tensor, padding_idx: int | None = None, *ar
     if padding_idx is None:
         return out
     return torch.where((input == padding_idx % weight.shape[0])[..., None], out.detach(), out)
+
+
+def _dropped(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`torch.nn.functional.dropout` on one rank."""
+    order = order_in_memory(get_unwrapped(input).select(maybe_get_bdim(input), 0)) if training and p else None
+    if order is None:
+        return _drop(input, p, training, inplace)
+    back = sorted(range(len(order)), key=order.__getitem__)
+    dropped = _drop(input.permute(order), p, training, inplace).permute(back)
+    return input if inplace else dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,6 +299,8 @@ class RandomByRank(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
+        if func.overloadpacket in _RANDOM and kwargs.get("generator") is not None:
+            raise VmapError(f"{func} draws from a generator of the model's own, of which every rank has one")
         if func.overloadpacket not in _RANDOM:
             before = random_states(self.device)
             result = func(*args, **kwargs)

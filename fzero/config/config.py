@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
+from fzero.comms.rendezvous import launched
 from fzero.config.conflicts import conflicts
 from fzero.config.data_efficiency import data_warnings
 from fzero.config.elasticity import Elasticity
@@ -66,6 +67,19 @@ else:
 
 class ConfigWarning(UserWarning):
     """The warning for a key that fzero does not honour yet, where training is correct without it."""
+
+
+def _is_first_rank() -> bool:
+    """Whether this process warns: every rank reads the same configuration, so one of them does."""
+    try:
+        job = launched()
+    except ValueError:  # joining the job raises it with more words
+        return True
+    return job is None or job.rank == 0
+
+
+if not _is_first_rank():
+    warnings.filterwarnings("ignore", category=ConfigWarning)
 
 
 class BatchSizes(NamedTuple):

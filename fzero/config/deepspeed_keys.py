@@ -101,7 +101,7 @@ TYPES = {
 }
 """Accepted keys by the required type of their value; the values of all others are not checked."""
 
-_ENGINE_WRITES = "for the engine (fzero.initialize); a step writes nothing, and returns its metrics"
+_ENGINE_WRITES = "for the engine (fzero.initialize); a step returns its metrics, which fzero.log writes"
 
 HARMLESS = {
     "sparse_gradients": "gradients of embeddings are sent in full",

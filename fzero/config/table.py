@@ -21,7 +21,7 @@ from fzero.config.fields import block_of
 from fzero.config.files import changed, read
 from fzero.config.unused_keys import Note
 
-_STYLES = {"given": None, "default": "dim", "conflict": "red", "not yet": "magenta"}
+_STYLES = {"given": None, "default": "dim", "no effect": "dim", "conflict": "red", "not yet": "magenta"}
 
 _STAND_INS = {"total_num_steps": 10**9, "cycle_min_lr": 0.0, "cycle_max_lr": 1e-3}
 """For parameters of a scheduler that are required, and that a program fills in."""
@@ -78,22 +78,31 @@ class ShownConfig:
         notes = {note.key: note for note in self.notes}
         found = self.values()
         conflicts = {note.key: note.reason for note in self.conflicts}
+        given = dict(_leaves(self.given, notes))
         for name, raw in _leaves(self.given, notes):
             own = SPELLINGS.get(name, _ALIASES.get(name, name))
             if name in notes and own not in conflicts:
                 yield name, _shown(raw, raw), notes[name].kind, notes[name].reason
             else:
-                shown = _shown(raw, found.get(own, raw))
-                yield name, shown, "conflict" if own in conflicts else "given", conflicts.get(own, "")
+                kind, reason = "conflict" if own in conflicts else "given", conflicts.get(own, "")
+                switch = given.get(f"{name.rpartition('.')[0]}.enabled")
+                if kind == "conflict" and switch == "auto":  # as in the files of transformers
+                    kind, reason = "auto", "has an effect if the Trainer switches its block on"
+                elif kind == "conflict" and switch is False:
+                    kind = "no effect"
+                yield name, _shown(raw, found.get(own, raw)), kind, reason
 
     def table(self, *, defaults: bool = False) -> Table:
         """The given keys, and with `defaults` all others."""
         rows = Table(title="configuration", title_justify="left", box=None, padding=(0, 2, 0, 0))
         for column in ("key", "value", "", "why"):
             rows.add_column(column, no_wrap=column in ("key", ""))
-        shown = set()
+        shown, said = set(), set[str]()
         for name, value, kind, reason in self.rows():
             shown.add(SPELLINGS.get(name, _ALIASES.get(name, name)))
+            if kind == "auto":  # most of a file may be: its reason is given once
+                reason = "" if reason in said else reason
+                said.add(reason)
             rows.add_row(name, Text(value), kind, Text(reason), style=_STYLES.get(kind, "yellow"))
         left = {name: value for name, value in self.values().items() if name not in shown}
         for name, value in left.items() if defaults else ():

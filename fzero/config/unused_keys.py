@@ -27,6 +27,10 @@ from fzero.config.deepspeed_keys import (
 SAYS_NOT_YET = "fzero knows this DeepSpeed key and does not honour it yet"
 
 
+AUTO = "transformers' Trainer fills it in; elsewhere left to fzero: the default, or what follows from other keys"
+"""The reason of a value that is `"auto"`."""
+
+
 class Note(NamedTuple):
     """A key that was read and has no effect, by itself or (`conflict`) beside the other keys."""
 
@@ -74,7 +78,7 @@ def split_keys(source: Mapping[str, Any], prefix: str = "", *, honoured: Collect
             problems += _wrong_type(given, name, value)
             problems += _unknown_inside(name, value)
         elif value == "auto":
-            notes.append(Note(given, value, "auto", "left to fzero: the default, or what follows from the other keys"))
+            notes.append(Note(given, value, "auto", AUTO))
             if name not in NOT_YET or name in honoured:
                 kept[key] = value  # the block drops it where it has such a key
         elif name in honoured:

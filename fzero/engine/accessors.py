@@ -16,9 +16,9 @@ from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
 from fzero.engine.client_optimizers import lr_of
 from fzero.engine.data_efficiency import UsesDataEfficiency
-from fzero.engine.monitor import Write
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
+from fzero.profiling.writers import Write
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class Accessors(UsesDataEfficiency):
 
     active_step: Callable[[], TrainStep]
     state: TrainState[Tensor]
-    optimizer: EngineOptimizer | None
+    live_optimizer: EngineOptimizer | None
     lr_scheduler: Any
     training_dataloader: ResumableLoader | CurriculumLoader | None
     metrics: Metrics | None
@@ -207,7 +207,7 @@ class Accessors(UsesDataEfficiency):
 
     @property
     def _groups(self) -> list[dict[str, Any]]:
-        return [] if self.optimizer is None else self.optimizer.param_groups
+        return [] if self.live_optimizer is None else self.live_optimizer.param_groups
 
     def module_state_dict(
         self,

@@ -68,8 +68,8 @@ class KeepsFiles(Generates):
         if tag is not None and not str(tag):
             refuse("tag", "a name", tag, "pass one, or None for global_step<N>")
         meet("Engine.save_checkpoint", world)
-        if self.optimizer is not None:
-            self.optimizer.settle()
+        if self.live_optimizer is not None:
+            self.live_optimizer.settle()
         step = self.train_step
         folder = Path(save_dir)
         tag = _agreed_tag(self, f"global_step{self.global_steps}" if tag is None else str(tag))
@@ -149,7 +149,7 @@ class KeepsFiles(Generates):
     def _take(self, path: Path, *, takes_optimizer: bool) -> tuple[dict[str, Any], Any]:
         """Takes over the state of a checkpoint; returns the progress of its engine, and the `client_state`."""
         step, world = self.train_step, self.train_step.runtime.world
-        is_theirs, trains = of_rank_0(world, lambda: is_one(path)), takes_optimizer and self.optimizer is not None
+        is_theirs, trains = of_rank_0(world, lambda: is_one(path)), takes_optimizer and self.live_optimizer is not None
         if not trains:
             self.take_over(step, load_weights(path, step=step))
             client = together(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fzero.common.arguments import refuse
+from fzero.common.arguments import refuse, shown
 from fzero.config.config import ConfigError, ConfigWarning
 from fzero.config.optimizer_block import OptimizerBlock, with_overrides
 from fzero.config.optimizers import OPTIMIZERS
@@ -59,6 +59,7 @@ def of_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> Groups:
             f"optimizer: must be new, got a {type(optimizer).__name__} that has made steps and whose state would be lost; "
             f"pass it to initialize before training"
         )
+    _check_own_step(optimizer)
     groups = [group for group in optimizer.param_groups if group["params"]]
     names = _names_in(model, [group["params"] for group in groups], "optimizer")
     held = frozenset().union(*names)
@@ -125,6 +126,16 @@ def plain_values(group: Hyper) -> Hyper:
     """The hyper-parameters of a group that are numbers."""
     values = {k: v for k, v in group.items() if isinstance(v, bool | int | float) or k == "betas"}
     return values | ({"lr": lr_of(group)} if "lr" in group else {})
+
+
+def _check_own_step(optimizer: torch.optim.Optimizer) -> None:
+    """Raises where a script has replaced `step` on the object: it would never be called. A scheduler's wrapper is none."""
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        raise ConfigError(
+            f"optimizer: must not have its step replaced on the object, which is never called, got {shown(own)}; "
+            f"use register_step_pre_hook and register_step_post_hook, or a subclass"
+        )
 
 
 def _has_stepped(entry: Mapping[str, Any]) -> bool:

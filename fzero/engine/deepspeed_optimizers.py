@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fzero.engine.live_optimizer import OptimizerState
 from fzero.engine.settings_table import look_up
 
 
@@ -69,7 +70,8 @@ def _finish(optimizer: torch.optim.Adam, bias_correction: bool, amsgrad: bool) -
 
 
 def _check_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    if not all(group["bias_correction"] for group in optimizer.param_groups):
+    is_an_engines = isinstance(optimizer.state, OptimizerState)
+    if not is_an_engines and not all(group["bias_correction"] for group in optimizer.param_groups):
         raise ValueError(
             f"{type(optimizer).__name__}.step: bias_correction must be True where the optimizer steps by itself, got False; "
             f"give the optimizer to initialize, and call engine.step()"

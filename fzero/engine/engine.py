@@ -38,8 +38,9 @@ from fzero.engine.monitor import check_packages, monitors
 from fzero.engine.optimizer import EngineOptimizer
 from fzero.engine.param_status import available
 from fzero.engine.param_views import ENGINES
-from fzero.engine.step_log import CommsLog, StepLog, dtype_of
+from fzero.engine.step_log import CommsLog, StepLog
 from fzero.model.errors import not_trained
+from fzero.profiling.profiler import dtype_of
 from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
 from fzero.runtime.eager import ForwardBackward
 from fzero.runtime.finish import Outcome
@@ -60,7 +61,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
             (`param_views`); calling it calls the engine.
         train_step, state: the step, and the state that it trains. The state is in host memory after `offload_states`.
-        optimizer: param groups to read and write; None for an engine that does not train.
+        live_optimizer: the param groups and the optimizer's state as scripts see them; None for an engine that does not train.
         lr_scheduler: stepped after each update that was not skipped, or None.
         training_dataloader: of `training_data`, or None.
         metrics: of the last update, or None. Its loss is NaN where the script called `loss.backward()` on a loss that the engine
@@ -81,7 +82,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         held: frozenset[str] = frozenset(),
     ) -> None:
         nn.Module.__init__(self)
-        self.train_step, self.state, self.keys, self.optimizer = train_step, state, keys, optimizer
+        self.train_step, self.state, self.keys, self.live_optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
         self.config = dict(config or {})
         self.metrics: Metrics | None = None
@@ -167,7 +168,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         return self.open_window
 
     def _check_loss(self, where: str, loss: Any) -> None:
-        if self.optimizer is None:
+        if self.live_optimizer is None:
             raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
         check_loss(where, loss)
 
@@ -230,7 +231,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         self.tput_timer.stop(global_step=updates)
 
     def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
-        step, window, optimizer = self.active_step(), self.open_window, self.optimizer
+        step, window, optimizer = self.active_step(), self.open_window, self.live_optimizer
         if self._has_lost:
             raise RuntimeError(
                 "engine.step: an error dropped the gradients of earlier micro-steps; call engine.zero_grad() to go on without "
@@ -246,6 +247,11 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
                 "call set_gradient_accumulation_boundary(True) before it"
             )
+        with optimizer.stepping():
+            self._make_update(window, optimizer)
+        self._step_scheduler(lr_kwargs)
+
+    def _make_update(self, window: AccumulationWindow, optimizer: EngineOptimizer) -> None:
         without = self.grads.take()
         self.live.check()
         optimizer.settle()
@@ -270,11 +276,11 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if self._lacks_loss:
             self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
         self.train_step, self.open_window, self._lacks_loss = step, None, False
-        self._has_updated(lr_kwargs, overflow=overflow[0], num_micro_steps=len(window.loss_stats))
+        self._has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
 
-    def _has_updated(self, lr_kwargs: Mapping[str, Any], *, overflow: Callable[[], int], num_micro_steps: int) -> None:
-        """Counts an update, and steps the scheduler. `overflow` reads whether it was skipped."""
-        optimizer, metrics = self.optimizer, self.metrics
+    def _has_updated(self, *, overflow: Callable[[], int], num_micro_steps: int) -> None:
+        """Counts an update. `overflow` reads whether it was skipped."""
+        optimizer, metrics = self.live_optimizer, self.metrics
         assert optimizer is not None and metrics is not None
         self.global_samples += self._samples(num_micro_steps)
         optimizer.state.refresh()
@@ -288,10 +294,13 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {metrics.loss_scale.item():g}, "
                 f"next: {optimizer.loss_scale:g}"
             )
-        elif self.lr_scheduler is not None:
-            # torch warns about a scheduler whose optimizer was never stepped.
-            owner: Any = getattr(self.lr_scheduler, "optimizer", optimizer)
-            owner._opt_called = True
+
+    def _step_scheduler(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """After an update: steps the scheduler, if it was not skipped."""
+        if self.lr_scheduler is not None and self._is_applied:
+            owner: Any = getattr(self.lr_scheduler, "optimizer", None)
+            if owner is not None:  # torch warns about a scheduler whose optimizer was never stepped
+                owner._opt_called = True
             self.lr_scheduler.step(**lr_kwargs)
 
     def _following(self) -> TrainStep:
@@ -318,7 +327,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if self.grads.given or window is None or not window.loss_stats:
             self.grads.drop(to_none=to_none)
             return
-        drops = of == "engine" or (stage == 3 and not self.grads_are_reduced)
+        drops = of == "engine" or not stage or (stage == 3 and not self.grads_are_reduced)
         if stage and of != ("optimizer" if drops else "") and not self._has_warned:
             self._has_warned = True
             says = "drops the gradients" if drops else "has no effect on the gradients"
@@ -382,7 +391,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
                 self._is_inside = False
 
         is_func = torch._C._are_functorch_transforms_active()
-        trains = torch.is_grad_enabled() and not is_func and self.optimizer is not None
+        trains = torch.is_grad_enabled() and not is_func and self.live_optimizer is not None
         if step.runtime.observer and trains and part is None:
             step.runtime.observer.sees((inputs, kwargs), is_call=True)
         with self._watch.of("forward", self.global_steps, trains=trains):
@@ -399,8 +408,8 @@ class Engine(KeepsFiles, HasTools, nn.Module):
     def _still(self) -> frozenset[str]:
         """Begins to train on a micro-batch; returns the parameters that require no gradients now."""
         self.tput_timer.start()
-        assert self.optimizer is not None
-        self.optimizer.settle()
+        assert self.live_optimizer is not None
+        self.live_optimizer.settle()
         return self.layouts.follow_flags()
 
     def _opened(self, still: frozenset[str]) -> AccumulationWindow:
@@ -420,7 +429,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
         """
         runtime = self.train_step.runtime
-        if self.optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
+        if self.live_optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
             if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
                 raise not_trained(name)
             return False

@@ -8,10 +8,12 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from fzero.common.arguments import shown
 from fzero.comms.process_group import is_joined, world_group
 from fzero.engine.accessors import Accessors
 from fzero.engine.dataloader import ResumableLoader
 from fzero.engine.monitor import MonitorMaster
+from fzero.engine.own_files import TorchCheckpointEngine
 from fzero.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 
@@ -96,9 +98,26 @@ class HasTools(Accessors):
         return self.train_step.spec.compile is not None
 
     @property
+    def optimizer(self) -> Any:
+        """Param groups to read and write, in stage 0 in fp32 the script's own; None for an engine that does not train."""
+        return None if self.live_optimizer is None else self.live_optimizer.shown
+
+    @property
     def basic_optimizer(self) -> Any:
         """The optimizer inside `engine.optimizer`; that itself in stage 0 in fp32."""
         return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    @property
+    def checkpoint_engine(self) -> TorchCheckpointEngine:
+        """Writes and reads files of the script's own."""
+        return TorchCheckpointEngine()
+
+    @checkpoint_engine.setter
+    def checkpoint_engine(self, value: Any) -> None:
+        raise AttributeError(
+            f"engine.checkpoint_engine: must not be replaced, got {shown(value)}: save_checkpoint writes fzero's own files; use "
+            f"fzero.start_save to write them in the background"
+        )
 
     @property
     def data_parallel_group(self) -> Any:

@@ -63,7 +63,7 @@ def initialize(
     schedule: Literal["learned", "negotiated"] = "learned",
     checkpoint: Choice | None = None,
     seed: int = 0,
-) -> tuple[Engine, EngineOptimizer | None, ResumableLoader | CurriculumLoader | None, Any]:
+) -> tuple[Engine, Any, ResumableLoader | CurriculumLoader | None, Any]:
     """DeepSpeed's entry point: an engine that trains a model under a configuration.
 
     *Collective:* every rank of the job; initialises the process group if necessary.
@@ -110,6 +110,7 @@ def initialize(
     check_not_foreign(model.parameters())
     model = _on_own_device(model, distributed_port, dist_init_required)
     with taken_over(model):
+        theirs = optimizer
         if callable(optimizer) and not isinstance(optimizer, TorchOptimizer):
             trained = [param for param in model.parameters() if param.requires_grad]
             optimizer, model_parameters = optimizer(trained if model_parameters is None else model_parameters), None
@@ -126,12 +127,12 @@ def initialize(
         state = step.init()
         engine: Engine
         given = step.spec.cfg.model_dump() if isinstance(source, Config) else dict(source)
-        seen = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
+        live = _optimizer(step, groups, optimizer, given, lambda: engine) if trains else None
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
-            step, state, keys=keys, optimizer=seen, training_dataloader=loader, config=given, held=groups.held
+            step, state, keys=keys, optimizer=live, training_dataloader=loader, config=given, held=groups.held
         )
-    engine.client_optimizer = optimizer
-    engine.lr_scheduler = _scheduler(cfg, seen, lr_scheduler, rates, momentum)
+    engine.client_optimizer = theirs
+    engine.lr_scheduler = _scheduler(cfg, engine.optimizer, lr_scheduler, rates, momentum)
     _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler
 
@@ -147,7 +148,7 @@ def _optimizer(
     )
 
 
-def _scheduler(cfg: Config, seen: EngineOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
+def _scheduler(cfg: Config, seen: TorchOptimizer | None, given: Any, rates: Any, momentum: Any) -> Any:
     """The script's scheduler, or else the configuration's; None for an engine that does not train."""
     if seen is None or (given is None and cfg.scheduler is None):
         return None

@@ -256,8 +256,8 @@ class HoldsModule(Accessors):
             self.layouts.forget()
         self.state = state
         self.show_state()
-        if self.optimizer is not None:
-            self.optimizer.state.forget()
+        if self.live_optimizer is not None:
+            self.live_optimizer.state.forget()
 
     def active_step(self) -> TrainStep:
         """The step, once the module buffers that the script has assigned are in the state."""

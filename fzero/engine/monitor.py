@@ -1,40 +1,40 @@
-"""Monitors: functions that write the numbers of a training run to CSV files, TensorBoard, Weights & Biases and Comet.
+"""Monitors: the writers of `fzero.profiling.writers` that a configuration enables.
 
 Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the samples seen by all ranks. Rank 0 writes them.
 """
 
 from __future__ import annotations
 
-import csv
-import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
+from fzero.common.optional import MissingPackageError, package
 from fzero.config.config import ConfigError
-from fzero.engine.config_keys import CometKeys, EngineKeys, Monitor, WandbKeys
+from fzero.engine.config_keys import CometKeys, EngineKeys
+from fzero.profiling import writers
+from fzero.profiling.writers import Write
 
 PREFIX = "Train/Samples/"
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 """The packages of the monitors, by their keys."""
 
-Write = Callable[[Mapping[str, float], int], None]
-"""Writes values by the names of their events, and the number of samples so far."""
-
 
 def monitors(keys: EngineKeys) -> list[Write]:
     """The monitors that a configuration enables."""
+    check_packages(keys)
     made: list[Write] = []
     if keys.tensorboard.enabled:
-        made.append(_tensorboard(keys.tensorboard))
-    if keys.wandb.enabled:
-        made.append(_wandb(keys.wandb))
+        folder = Path(keys.tensorboard.output_path or "runs") / keys.tensorboard.job_name
+        made.append(writers.tensorboard(folder, needed_by="tensorboard.enabled"))
+    if (run := keys.wandb).enabled:
+        made.append(writers.wandb(needed_by="wandb.enabled", project=run.project, group=run.group, entity=run.team))
     if keys.csv_monitor.enabled:
-        made.append(_csv_monitor(keys.csv_monitor))
+        folder = Path(keys.csv_monitor.output_path or "csv_monitor") / keys.csv_monitor.job_name
+        made.append(writers.csv_files(folder))
     if keys.comet.enabled:
         made.append(_comet(keys.comet))
-    return made
+    return [_with_events(write) for write in made]
 
 
 def check_packages(keys: EngineKeys) -> None:
@@ -43,9 +43,13 @@ def check_packages(keys: EngineKeys) -> None:
     Raises:
         ConfigError: a package cannot be imported.
     """
-    for key in PACKAGES:
+    for key, name in PACKAGES.items():
         if getattr(keys, key).enabled:
-            _package(key)
+            module = "torch.utils.tensorboard" if key == "tensorboard" else None
+            try:
+                package(name, needed_by=f"{key}.enabled", module=module, instead="use csv_monitor")
+            except MissingPackageError as error:
+                raise ConfigError(str(error)) from None
 
 
 def event_of(name: str) -> str:
@@ -74,81 +78,18 @@ class MonitorMaster:
                 write({name: float(value)}, samples)
 
 
-def _csv_monitor(keys: Monitor) -> Write:
-    """One file per event name, such as `output_path/job_name/Train_Samples_lr.csv`; each event appends a row."""
-    folder = Path(keys.output_path or "csv_monitor") / keys.job_name
-    folder.mkdir(parents=True, exist_ok=True)
+def _with_events(write: Write) -> Write:
+    """A writer whose values have the names of DeepSpeed's events."""
 
-    def write(events: Mapping[str, float], samples: int) -> None:
-        for name, value in events.items():
-            event = event_of(name)
-            path = folder / f"{event.replace('/', '_')}.csv"
-            is_new = not path.exists()
-            with path.open("a", newline="") as file:
-                rows = csv.writer(file)
-                if is_new:
-                    rows.writerow(["step", event])
-                rows.writerow([samples, value])
+    def named(values: Mapping[str, float], samples: int) -> None:
+        write({event_of(name): value for name, value in values.items()}, samples)
 
-    return write
-
-
-def _tensorboard(keys: Monitor) -> Write:
-    """torch's own writer, which needs the package `tensorboard`."""
-    module = _package("tensorboard", "torch.utils.tensorboard")
-    writer = module.SummaryWriter(str(Path(keys.output_path or "runs") / keys.job_name))
-
-    def write(events: Mapping[str, float], samples: int) -> None:
-        for name, value in events.items():
-            writer.add_scalar(event_of(name), value, samples)
-        writer.flush()
-
-    return write
-
-
-def _wandb(keys: WandbKeys) -> Write:
-    """One log call per event, by the samples so far."""
-    wandb = _package("wandb")
-    wandb.init(project=keys.project, group=keys.group, entity=keys.team)
-
-    def write(events: Mapping[str, float], samples: int) -> None:
-        for name, value in events.items():
-            wandb.log({event_of(name): value}, step=samples)
-
-    return write
+    return named
 
 
 def _comet(keys: CometKeys) -> Write:
-    """One metric per event, once in `samples_log_interval` samples."""
-    comet = _package("comet")
-    experiment = comet.start(
+    return writers.comet(
+        needed_by="comet.enabled", name=keys.experiment_name, interval=keys.samples_log_interval,
         api_key=keys.api_key, project=keys.project, workspace=keys.workspace, experiment_key=keys.experiment_key,
         mode=keys.mode, online=keys.online,
     )  # fmt: skip
-    if keys.experiment_name is not None:
-        experiment.set_name(keys.experiment_name)
-    last: dict[str, int] = {}  # samples when an event was logged
-
-    def write(events: Mapping[str, float], samples: int) -> None:
-        for name, value in events.items():
-            if name not in last or samples - last[name] >= keys.samples_log_interval:
-                last[name] = samples
-                experiment.__internal_api__log_metric__(name=event_of(name), value=value, step=samples)
-
-    return write
-
-
-def _package(key: str, module: str | None = None) -> Any:
-    """The module of a monitor's package.
-
-    Raises:
-        ConfigError: it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module or PACKAGES[key])
-    except ImportError as error:
-        package = PACKAGES[key]
-        raise ConfigError(
-            f"{key}.enabled: needs the package {package}, which cannot be imported ({error}); pip install {package}, or use "
-            f"csv_monitor"
-        ) from None

@@ -2,17 +2,23 @@
 
 Both hold numbers only. Before an update the engine reads the learning rate and the other hyper-parameters of each group,
 which a scheduler of `torch.optim.lr_scheduler`, the configuration's scheduler or the script has written.
+
+The script's own optimizer, or one of the class that the configuration names, shows the same groups and the same state. As in
+DeepSpeed it is `engine.optimizer` itself in stage 0 in fp32, and inside a wrapper elsewhere. Its hooks run at each update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from contextlib import contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from fzero.common.arguments import shown
 from fzero.engine.client_optimizers import Hyper, lr_of
 from fzero.engine.live_optimizer import OptimizerState, in_plain_dicts
 from fzero.engine.optimizer_state import load_state_dict, state_dict_of
@@ -74,11 +80,21 @@ class ParameterOffload:
     partition_all_parameters = empty_partition_cache
 
 
+def no_step(optimizer: torch.optim.Optimizer, closure: Any = None) -> NoReturn:
+    """`step` of the optimizers of an engine, which makes the update."""
+    raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
+
+
+no_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else torch's schedulers say that it was overridden
+
+
 class EngineOptimizer(torch.optim.Optimizer):
     """`engine.optimizer`: hyper-parameters for scripts and schedulers to read and write; `engine.step()` makes the update.
 
     Attributes:
         overflow: whether the last update was skipped because a gradient was not finite.
+        client: the script's own optimizer, or one of the class that the configuration names. It shows the same groups and state.
+        shown: this one, or `client` where DeepSpeed wraps none.
     """
 
     def __init__(self, groups: Sequence[Hyper], engine: Callable[[], Engine]) -> None:
@@ -86,8 +102,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.defaults = {key: value for key, value in self.param_groups[0].items() if key != "params"}
         self.overflow = False
         self._state = OptimizerState(engine)
-        self._client: Any = None  # the script's own optimizer, and its list of groups
+        self.client: Any = None
         self._clients_groups: list[Hyper] = []
+        self.shown: torch.optim.Optimizer = self
         self._engine = engine
 
     @property
@@ -102,16 +119,39 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     def stands_for(self, client: torch.optim.Optimizer) -> None:
         """Lets the script's own optimizer show the engine's state, too."""
-        self._client, self._clients_groups = client, client.param_groups
-        self._client.state = self._state
+        self.client, self._clients_groups = client, client.param_groups
+        self.client.state = self._state
+        self.client.step = MethodType(no_step, client)
+        self.client.zero_grad = self.zero_grad
         client.register_state_dict_post_hook(in_plain_dicts)
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, the engine updates: the hooks that a script has registered for `step` run before it, and after it.
+
+        Those before it see gradients where parameters show them. The others do not run after an overflow.
+        """
+        hooked = self if self.client is None else self.client
+        for before in (*_global_optimizer_pre_hooks.values(), *hooked._optimizer_step_pre_hooks.values()):
+            if (returned := before(hooked, (hooked,), {})) is not None:
+                raise RuntimeError(
+                    f"optimizer.register_step_pre_hook: the hook must return None, since engine.step() passes no arguments, got "
+                    f"{shown(returned)}; leave the return out"
+                )
+        yield
+        each: Any
+        for each in (self, hooked):
+            each._opt_called = True  # else torch's schedulers say that it was never stepped
+        if not self.overflow:
+            for after in (*hooked._optimizer_step_post_hooks.values(), *_global_optimizer_post_hooks.values()):
+                after(hooked, (hooked,), {})
 
     def settle(self) -> None:
         """Takes over what the script has done to the state, here or through its own optimizer: before a forward or an update.
 
         *Collective* where parameters of one flat buffer differ in it: every rank.
         """
-        client = self._client
+        client = self.client
         if client is not None and client.state is not self._state:  # assigned, or by its load_state_dict
             self._state.replace(client.state)
             client.state = self._state
@@ -158,8 +198,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         accumulation in stages 1 and 3. Elsewhere it has no effect, with a warning if there are any."""
         self._engine().drop_grads(to_none=set_to_none, of="optimizer")
 
-    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
+    step = no_step  # type: ignore[assignment]
 
     def backward(self, loss: Any, retain_graph: bool = False) -> NoReturn:
         raise RuntimeError("optimizer.backward: must be called through the engine; call engine.backward(loss)")
@@ -210,18 +249,13 @@ class EngineOptimizer(torch.optim.Optimizer):
 
 
 class WrappingOptimizer(EngineOptimizer):
-    """`engine.optimizer` where DeepSpeed wraps the script's optimizer, or the configured one: but in stage 0 in fp32.
+    """`engine.optimizer` where DeepSpeed wraps the script's optimizer, or the configured one: but in stage 0 in fp32."""
 
-    Attributes:
-        optimizer: the wrapped one; the script's own, or one of the class that the configuration names. It shows the same groups
-            and state.
-    """
-
-    optimizer: torch.optim.Optimizer
-
-    def wrap(self, optimizer: torch.optim.Optimizer) -> None:
-        self.optimizer = optimizer
-        self.stands_for(optimizer)
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The wrapped one."""
+        client: torch.optim.Optimizer = self.client
+        return client
 
 
 class ZeroOptimizer(WrappingOptimizer):
@@ -236,22 +270,6 @@ class ZeroOptimizer3(ZeroOptimizer):
     """`engine.optimizer` of stage 3."""
 
 
-class _Shown(torch.optim.Optimizer):
-    """A base of a wrapped optimizer that the engine has made."""
-
-    def step(self, closure: Any = None) -> NoReturn:  # type: ignore[override]
-        raise RuntimeError("optimizer.step: must be called through the engine, on all ranks; call engine.step()")
-
-
-@cache
-def _both(cls: Any, other: Any) -> Any:
-    """A class that is both, under the second's name; the methods of the first count."""
-    if issubclass(cls, other):
-        return cls
-    make: Any = type(other)
-    return make(other.__name__, (cls, other), {"__module__": other.__module__, "__doc__": cls.__doc__})
-
-
 def make_optimizer(
     groups: Sequence[Hyper],
     engine: Callable[[], Engine],
@@ -261,25 +279,23 @@ def make_optimizer(
     kind: type[torch.optim.Optimizer],
     client: torch.optim.Optimizer | None = None,
 ) -> EngineOptimizer:
-    """The optimizer that `initialize` returns, of the class that DeepSpeed's is in this stage.
+    """The optimizer of an engine, which shows `initialize` one of the class that DeepSpeed's has in this stage.
 
     Args:
         kind: the class that the configuration names.
         client: the script's own optimizer.
     """
-    shown: Any = kind if client is None else type(client)
-    if stage == 0 and not is_16_bit:
-        found: EngineOptimizer = _both(EngineOptimizer, shown)(groups, engine)
-        if client is not None:
-            found.stands_for(client)
-        return found
-    wrapping = (WrappingOptimizer, ZeroOptimizer12, ZeroOptimizer12, ZeroOptimizer3)[stage](groups, engine)
+    wraps = stage > 0 or is_16_bit
+    kinds = (WrappingOptimizer, ZeroOptimizer12, ZeroOptimizer12, ZeroOptimizer3)
+    found = kinds[stage](groups, engine) if wraps else EngineOptimizer(groups, engine)
     if client is None:
-        made: Any = _both(_Shown, shown)
-        client = made.__new__(made)
-        torch.optim.Optimizer.__init__(client, wrapping.param_groups, {})  # the class's own would add to the groups
-    wrapping.wrap(client)
-    return wrapping
+        client = kind.__new__(kind)
+        torch.optim.Optimizer.__init__(client, found.param_groups, {})  # the class's own would add to the groups
+        client.defaults = found.defaults
+    found.stands_for(client)
+    if not wraps:
+        found.shown = client
+    return found
 
 
 class ConfiguredScheduler:

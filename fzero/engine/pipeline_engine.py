@@ -58,18 +58,19 @@ class PipelineEngine(Engine):
         """
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch: must be called with gradients enabled; call eval_batch in torch.no_grad")
-        if self.optimizer is None:
+        if self.live_optimizer is None:
             raise RuntimeError("train_batch: this engine has no optimizer; give initialize one, or the configuration")
         self.live.check()
         self._begin_batch()
-        if self.optimizer is not None:
-            self.optimizer.settle()
+        self.live_optimizer.settle()
         before, step = self.global_steps, self._following()
         with self._watch.of("update", before):
-            self.state, self.metrics = step(self.state, self._items(data_iter))
-            self.train_step = step
-            overflow = self.metrics.overflow
-            self._has_updated({}, overflow=lambda: int(overflow), num_micro_steps=self.micro_batches)
+            with self.live_optimizer.stepping():
+                self.state, self.metrics = step(self.state, self._items(data_iter))
+                self.train_step = step
+                overflow = self.metrics.overflow
+                self._has_updated(overflow=lambda: int(overflow), num_micro_steps=self.micro_batches)
+            self._step_scheduler({})
         self.micro_steps += self.micro_batches
         self._report(before)
         self.total_loss = self.agg_train_loss = self.metrics.loss

@@ -203,6 +203,10 @@ class Settings:
             checkpoints_path, str(tag), prefix + OPTIMIZER_OF_RANK.format(self.get_data_parallel_rank())
         )
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | Path, tag: str | None, expp_rank: int) -> str:
+        """The path of the optimizer's file of a rank that has experts of its own."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
+
     def autotuning_metric_path(self) -> str:
         return str(look_up(self.config, "autotuning.metric_path", Path.cwd() / "autotuning_metric.json"))
 

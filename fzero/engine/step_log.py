@@ -25,7 +25,6 @@ from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.profiler import matrix_rate
 from fzero.profiling.reports import MemoryRow, Profile, comms_table, memory_table, waits_table, wall_clock_table
 from fzero.storage.host_memory import process_memory
-from sharding.views import torch_dtype
 
 Part = Literal["forward", "backward", "update"]
 
@@ -139,12 +138,6 @@ class StepLog:
             )
             return [found.report(**how)]
         return []
-
-
-def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
-    """The dtype of most of a model's computation."""
-    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel, default=None)
-    return autocast or (torch.get_default_dtype() if largest is None else torch_dtype(largest.dtypes.param))
 
 
 def _memory(part: str, device: torch.device) -> MemoryRow:

@@ -18,6 +18,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fzero.common.optional import package
 from fzero.common.text_tables import scale_of
 from fzero.estimation.activation_trace import ActivationTrace
 from fzero.estimation.dry_pass import DryPass
@@ -103,7 +104,8 @@ class DryRun:
         return f"{self.nbytes / scale:.3g} {unit} at the most, {when}: {', '.join(fractions)}"
 
     def draw(self, title: str = "") -> Figure:
-        """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `demo`)."""
+        """A picture of the bytes on the device over the step, with the peak. Needs matplotlib (extra `pictures`)."""
+        package("matplotlib", needed_by="dry_run(…).draw()")
         from matplotlib.figure import Figure
 
         scale, unit = scale_of(self.nbytes)

@@ -118,7 +118,7 @@ class Fit:
         scale, unit = scale_of(max(rung.device_nbytes for rung in self.ladder))
         limit = shown(self.limits.device, scale)
         table = Table(title=f"What fits into {limit} {unit} of a device, per rank", title_justify="left", box=None)
-        for name in ("", "step of the ladder"):
+        for name in ("", "step of the ladder: each adds to those above"):
             table.add_column(name, no_wrap=True)
         for name in (f"device, {unit}", "saves", f"host, {unit}", f"files, {unit}", f"sent, {unit}", "costs, s"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -248,7 +248,7 @@ def _rung_rows(table: Table, found: Fit, scale: float) -> None:
         add(rung, "→" if is_best else "fits" if found.limits.hold(rung) else "", rung.name, before)
     if best is not None and all(rung.choice != best.choice for rung in found.ladder):
         table.add_row()
-        add(best, "→", _words(best.choice), None)
+        add(best, "→", f"beside the ladder: {_words(best.choice)}", None)
 
 
 def _words(choice: Setting) -> str:

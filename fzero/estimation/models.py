@@ -4,6 +4,7 @@
 pkg.mod:fn                 what the function returns, called without arguments; or a module of that name
 config.json, a folder      a configuration of transformers
 LlamaForCausalLM           a class of transformers, with the defaults of its configuration; LlamaConfig is the same
+LlamaForCausalLM,num_hidden_layers=4,hidden_size=512    the same with other sizes
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -257,7 +259,8 @@ def _of_file(path: Path) -> NamedModel:
 
 def _of_class(word: str) -> NamedModel:
     transformers = _transformers()
-    cls = getattr(transformers, word, None) if word.isidentifier() else None
+    name, *sizes = word.split(",")
+    cls = getattr(transformers, name, None) if name.isidentifier() else None
     if cls is None or not isinstance(cls, type):
         raise ModelError(
             f"model: {word!r} must be a count of parameters (7B), an import path (pkg.mod:fn), the config.json of a model, or "
@@ -265,11 +268,29 @@ def _of_class(word: str) -> NamedModel:
             f"the config.json of a model on a hub"
         )
     if issubclass(cls, transformers.PretrainedConfig):
-        return _built(None, cls(), word)
+        return _built(None, _sized(cls, sizes, word), word)
     config_class: Any = getattr(cls, "config_class", None)
     if config_class is None:
         raise ModelError(f"model: {word!r} must be a model or a configuration of transformers, got neither; name one")
-    return _built(cls, config_class(), word)
+    return _built(cls, _sized(config_class, sizes, word), word)
+
+
+def _sized(config_class: Any, sizes: list[str], word: str) -> Any:
+    """A configuration of transformers with its defaults, but for `key=value` of JSON values."""
+    default, own = config_class(), dict[str, Any]()
+    for size in sizes:
+        key, _, value = size.partition("=")
+        if not hasattr(default, key):  # transformers would take any name
+            near = get_close_matches(key, vars(default), 1)
+            hint = f"; did you mean {near[0]}?" if near else "; name one"
+            raise ModelError(
+                f"model: {word!r}: {key!r} must be an attribute of {config_class.__name__}, got none{hint}"
+            )
+        try:
+            own[key] = json.loads(value)
+        except ValueError:
+            own[key] = value
+    return config_class(**own)
 
 
 def _built(cls: Any, config: Any, source: str) -> NamedModel:

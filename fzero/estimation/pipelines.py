@@ -131,7 +131,7 @@ class PipelinePlan:
         }
 
     def draw(self) -> Figure:
-        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `demo`)."""
+        """The picture of the order on these costs: stages by time. Needs matplotlib (extra `pictures`)."""
         return draw_timeline(self.timeline, after=self.reduces)
 
     def __rich__(self) -> Group:

@@ -103,6 +103,48 @@ def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collect
             raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
 
+def check_class(name: str, own: Tensor) -> None:
+    """Raises VmapError for a tensor of a model whose class has methods of its own, which a tensor of all ranks lacks."""
+    kind = type(own)
+    if not kind.__module__.startswith(("torch", "fzero.")):
+        raise VmapError(f"{name!r} is a {kind.__name__}, and tensors of all ranks have no methods of other classes")
+
+
+def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of all ranks that modules hold in attributes after a forward under `torch.vmap`.
+
+    Args:
+        before: those after the last forward.
+
+    Raises:
+        ValueError: an attribute still holds the tensor of an earlier forward, whose values are not those of one rank.
+    """
+    found = {
+        f"{prefix}.{key}".removeprefix(".") + (f"[{place!r}]" if place != "" else ""): value
+        for prefix, module in model.named_modules()
+        for key, held in vars(module).items()
+        for place, value in _items_of(held)
+        if key not in _OF_MODULES and isinstance(value, Tensor) and is_functorch_wrapped_tensor(value)
+    }
+    for name, value in found.items():
+        if before.get(name) is value:
+            raise ValueError(
+                f"simulate: the model must not keep a tensor from one step to the next under torch.vmap, and {name!r} does; pass "
+                f"by='lockstep', or register it as a buffer"
+            )
+    return found
+
+
+_OF_MODULES = ("_parameters", "_buffers", "_flat_weights")
+
+
+def _items_of(held: Any) -> Iterable[tuple[Any, Any]]:
+    """The values of a container by place; another value has the place ""."""
+    if isinstance(held, Mapping):
+        return held.items()
+    return enumerate(held) if isinstance(held, list | tuple) else [("", held)]
+
+
 def _is_of_data(x: Tensor) -> bool:
     """Whether a tensor in a trace, or under `torch.vmap`, depends on more than constants."""
     if is_functorch_wrapped_tensor(x):
@@ -217,7 +259,11 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 @contextmanager
 def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
-    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`."""
+    """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`.
+
+    Raises:
+        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+    """
     found = {function.__code__: line for function in functions if (line := asks_for_class(function)) is not None}
     if not found:
         yield
@@ -227,10 +273,11 @@ def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
     def look(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and (line := found.get(frame.f_code)) is not None:
             sys.setprofile(before)
-            raise ImpureError(
-                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one in a graph; "
-                f"write isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
+            text = (
+                f"{frame.f_code.co_filename}, line {line}, compares the type of a tensor, which is another one here; write "
+                f"isinstance(x, torch.Tensor) or isinstance(x, nn.Parameter)"
             )
+            raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
     sys.setprofile(look)
     try:

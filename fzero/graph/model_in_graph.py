@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from fzero.comms.collectives import labelled
 from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
-from fzero.graph.impure import check_caches
+from fzero.graph.guards import Guard
+from fzero.graph.impure import check_caches, check_class, check_not_kept, no_tensor_classes
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
@@ -55,10 +57,15 @@ class ModelInGraph:
         self._rules, self._graph, self._ranks = run.rules.loss, mesh, ranks
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
+        self._kept: dict[str, Tensor] = {}  # attributes under torch.vmap, after the last forward
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
             loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
+        self._functions: list[FunctionType] = []  # of the model, whose tensors have another class under torch.vmap
+        if isinstance(ranks, Stacked):
+            with Guard.recording(spec.model, () if spec.loss_fn is None else (spec.loss_fn,)) as guard:
+                self._functions = guard.functions
 
     def loss(self, state: TrainState[Tensor], batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss and its weight if it is a sum, without gradients; writes the module buffers of the state."""
@@ -183,12 +190,16 @@ class ModelInGraph:
         for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
                 raise of_own_class(name, kind)
+            if isinstance(self._ranks, Stacked):
+                check_class(name, own)
         before = {
             name: marks_of(as_parameter(x, name) if name in tensors else x)
             for name, x in chain(tensors.items(), model.named_buffers())
         }
-        with self._bound(tensors, buffers, n, micro):
+        with no_tensor_classes(self._functions), self._bound(tensors, buffers, n, micro):
             loss, weight = self._loss_of(batch)
+        if isinstance(self._ranks, Stacked):
+            self._kept = check_not_kept(model, self._kept)
         if found := [name for name, x in tensors.items() if x._backward_hooks]:
             raise has_hook(found[0])
         for name, x in chain(tensors.items(), model.named_buffers()):

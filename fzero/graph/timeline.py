@@ -21,6 +21,8 @@ from rich.console import Group
 from rich.table import Table
 from torch.fx import Graph, Node
 
+from fzero.common.notebooks import as_html
+from fzero.common.optional import package
 from fzero.common.text_tables import as_text
 from fzero.graph.analysis import analyse
 from fzero.graph.liveness import Liveness, liveness
@@ -160,8 +162,11 @@ class Timeline:
     def __str__(self) -> str:
         return as_text(self)
 
+    def _repr_html_(self) -> str:
+        return as_html(self, self.draw)
+
     def draw(self, *others: Timeline) -> Figure:
-        """A picture: a lane for compute, a lane for collectives, below them the bytes alive. Needs matplotlib (extra `demo`).
+        """A picture: a lane for compute, a lane for collectives, below them the bytes alive. Needs matplotlib (extra `pictures`).
 
         The other timelines are drawn on the same scales.
         """
@@ -325,6 +330,7 @@ _MEMORY = {"state and batch": "#b9aec9", "gathered parameters": "#6f9ec9", "acti
 
 
 def _draw(timelines: Sequence[Timeline]) -> Any:
+    package("matplotlib", needed_by="explain().draw()")
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

@@ -21,9 +21,6 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import optree
@@ -40,6 +37,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fzero.common.collector import collector_paused
+from fzero.common.random_states import order_in_memory
 from fzero.graph.guards import OF_RECURRENT, Guard, Place, has_traced
 from fzero.graph.holdings import MISSING
 from fzero.graph.impure import (
@@ -233,7 +231,7 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
         self.held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.bernoulli_.float and (order := _order_in_memory(args[0])) is not None:
+        if func is aten.bernoulli_.float and (order := order_in_memory(args[0])) is not None:
             with self:
                 args[0].permute(order).bernoulli_(*args[1:], **(kwargs or {}))
             return args[0]
@@ -254,28 +252,6 @@ class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
             with self:
                 self.held[id(x)] = x, FunctionalTensor.to_functional(fake)
         return self.held[id(x)][1]
-
-
-def _order_in_memory(x: Tensor) -> list[int] | None:
-    """The dimensions of a tensor, outermost in memory first, if a dropout fills its noise in that order and not as they are.
-
-    A graph has no in-place operators, and the one in place of `bernoulli_` fills memory of its own, as the dimensions are.
-    """
-    sizes, strides = x.size(), x.stride()
-    order = sorted(range(len(sizes)), key=lambda dim: (-strides[dim], dim))
-    numels = accumulate((sizes[dim] for dim in reversed(order)), mul, initial=1)
-    is_dense = all(strides[dim] == numel for dim, numel in zip(reversed(order), numels) if sizes[dim] > 1)
-    return order if is_dense and order != sorted(order) and _fills_memory_in_order(x.device) else None
-
-
-@cache
-def _fills_memory_in_order(device: torch.device) -> bool:
-    """Whether `bernoulli_` fills a transposed tensor in the order of its memory (MKL does not)."""
-    with _disable_current_modes():
-        rows, columns = torch.empty(64, 2, device=device), torch.empty(2, 64, device=device)
-        for x in (rows, columns.t()):
-            x.bernoulli_(0.5, generator=torch.Generator(device).manual_seed(0))
-        return torch.equal(rows.view(-1), columns.view(-1))
 
 
 def alone(x: Tensor) -> Tensor:

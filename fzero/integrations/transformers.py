@@ -223,9 +223,10 @@ class Updating(EngineOptimizer):
     """`Trainer.optimizer`: the engine's optimizer, whose `step` makes the engine's update."""
 
     def __init__(self, engine: Engine) -> None:
-        assert engine.optimizer is not None
-        super().__init__(engine.optimizer.param_groups, lambda: engine)
-        engine.optimizer = self
+        assert engine.live_optimizer is not None
+        super().__init__(engine.live_optimizer.param_groups, lambda: engine)
+        self.stands_for(engine.live_optimizer.client)
+        engine.live_optimizer = self
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         self._engine().step()

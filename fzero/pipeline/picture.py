@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fzero.common.optional import package
 from fzero.common.text_tables import scale_of
 from fzero.pipeline.orders import short
 from fzero.pipeline.timeline import PipelineTimeline, stored_over_time
@@ -25,7 +26,7 @@ MOST_LABELS = 400
 
 
 def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequence[float] = ()) -> Figure:
-    """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `demo`).
+    """Stages by time, a bar for each event and its micro-batch; gaps are the bubble. Needs matplotlib (extra `pictures`).
 
     Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
 
@@ -34,6 +35,7 @@ def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequenc
         title: "" writes the order, its seconds and its bubble.
         after: by stage, the seconds in which it reduces gradients after its last backward.
     """
+    package("matplotlib", needed_by="the picture of a pipeline")
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 

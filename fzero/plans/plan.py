@@ -289,6 +289,11 @@ class Plan:
     def __str__(self) -> str:
         return as_text(self)
 
+    def _repr_html_(self) -> str:
+        from fzero.common.notebooks import as_html
+
+        return as_html(self)
+
 
 def starts_of(plan: Plan) -> dict[str, int]:
     """The update in which the optimizer state of each trained parameter began, by name."""

@@ -18,7 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Literal, NamedTuple, Self
+
+from rich.table import Table
+
+from fzero.common.notebooks import as_html
+from fzero.common.text_tables import as_text
 
 
 class ScheduleError(RuntimeError):
@@ -40,6 +46,31 @@ class Event(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".strip()
+
+
+class EventOrder(tuple[Event, ...]):
+    """The events of a micro-step in order: a tuple that shows itself as a table, a line for each phase and unit.
+
+    >>> events = Event("gather", "a"), Event("use", "a"), Event("release", "a"), BOUNDARY, Event("gather", "a")
+    >>> print(EventOrder(events))  # doctest: +NORMALIZE_WHITESPACE
+    schedule of a micro-step
+      unit      events
+      a         gather, use, release
+      boundary
+      a         gather
+    """
+
+    def __rich__(self) -> Table:
+        table = Table("unit", "events", title="schedule of a micro-step", title_justify="left", box=None)
+        for unit, events in groupby(self, key=lambda event: event.unit or event.kind):
+            table.add_row(unit, ", ".join(event.kind for event in events if event.unit))
+        return table
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        return as_html(self)
 
 
 AGREED: tuple[Literal["gather", "reduce", "boundary"], ...] = ("gather", "reduce", "boundary")

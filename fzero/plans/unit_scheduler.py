@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from fzero.plans.unit_orders import BOUNDARY, END, Event, Run, ScheduleError, early, is_whole
+from fzero.plans.unit_orders import BOUNDARY, END, Event, Run, early, is_whole
 from fzero.plans.unit_rules import UnitRules
 
 
@@ -182,7 +182,11 @@ class UnitScheduler:
         return tuple(out)
 
     def end_backward(self) -> tuple[Event, ...]:
-        """The backward has ended: reduces the remaining units, and continues like `take_part`."""
+        """The backward has ended: reduces the remaining units, and continues like `take_part`.
+
+        If the order has reduced a unit whose gradients came later (a reentrant checkpoint around a part of the model, which is
+        known when it runs), it is reduced once more.
+        """
         self._ready.update(self._entered)
         self._rest = self._unreduced()
         return self.take_part()
@@ -190,28 +194,22 @@ class UnitScheduler:
     def take_part(self) -> tuple[Event, ...]:
         """The run has ended on this rank, which still takes part in events that only other ranks need."""
         out: list[Event] = []
-        if self._run.order is None:
-            if self._is_alone:
-                for wish in self._rest:
-                    self._issue(wish, out)
-            else:
-                self._rest = chain(self._rest, (END,))
-                self._wish(next(self._rest), "negotiate", out)
         while (event := self._run.next) is not None:
             self._issue(event, out)
+        is_followed = self._run.order is not None
+        if is_followed and not self._filling:
+            return tuple(out)
+        if self._is_alone:
+            for wish in self._rest:
+                self._issue(wish, out)
+        else:
+            self._rest = chain(self._rest, (END,))
+            self._wish(next(self._rest), "depart" if is_followed else "negotiate", out)
         return tuple(out)
 
     def finish(self) -> tuple[Event, ...]:
-        """The run is over: reductions are waited for, and all units released.
-
-        Raises:
-            ScheduleError: gradients came after the reduction of their unit.
-        """
-        if self._filling:
-            raise ScheduleError(
-                f"gradients of unit {next(iter(self._filling))!r} came after its reduction, unlike in the first "
-                f"step; pass schedule='negotiated'"
-            )
+        """The run is over: reductions are waited for, and all units released."""
+        assert not self._filling, self._filling
         out: list[Event] = []
         while self._in_flight:
             self._end_reduce(out)

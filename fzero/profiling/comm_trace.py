@@ -20,6 +20,8 @@ from rich.console import Group
 from rich.table import Table
 from torch import Tensor
 
+from fzero.common.notebooks import as_html
+from fzero.common.optional import package
 from fzero.common.text_tables import as_text
 from fzero.comms.axes import AbstractAxis
 from fzero.comms.records import PURPOSES, CommRecord, Phase, Purpose
@@ -147,8 +149,12 @@ class CommTrace:
     def __str__(self) -> str:
         return as_text(self)
 
+    def _repr_html_(self) -> str:
+        return as_html(self, self.draw)
+
     def draw(self) -> Figure:
         """A picture: one lane per axis, one bar per row, in order; its height is its bytes. Needs matplotlib."""
+        package("matplotlib", needed_by="trace_comm(…).draw()")
         from matplotlib.figure import Figure
         from matplotlib.patches import Patch
 

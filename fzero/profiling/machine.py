@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from fzero.common.platforms import platform_here, untested_versions
 from fzero.comms import collectives
 from fzero.comms.axes import ProcessAxis
 from fzero.comms.process_group import backends, join, shutdown
@@ -324,7 +325,11 @@ def facts(path: Path | str = ".") -> MachineReport:
             versions[name] = version(name)
     properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    here = platform_here(has_gpu=bool(properties))
+    untested = untested_versions(torch.__version__, platform.python_version())
     system = {
+        "platform": f"{here.name}: {here.status}; {here.note}",
+        **({"no test has run on": "; ".join(untested)} if untested else {}),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, torch uses {torch.get_num_threads()} threads",
         "memory": f"{memory / 2**30:.1f} GiB",

@@ -27,6 +27,7 @@ from fzero.optim.adam_kernels import adamw
 from fzero.optim.fragments import ShardContents
 from fzero.optim.precision import mixed_precision
 from fzero.plans.param_groups import optimizers_of
+from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
@@ -87,6 +88,12 @@ def profile(
     update = _time_update(model, {} if cfg is None else cfg, device, num_runs)
     ceiling = matrix_rate(device, params[0].dtype)
     return Profile(modules, plain.seconds["forward"], plain.seconds["backward"], update, ceiling)
+
+
+def dtype_of(plan: Plan, autocast: torch.dtype | None) -> torch.dtype:
+    """The dtype of most of a model's computation."""
+    largest = max(plan.flat_buffers, key=lambda buffer: buffer.padded_numel, default=None)
+    return autocast or (torch.get_default_dtype() if largest is None else torch_dtype(largest.dtypes.param))
 
 
 def matrix_rate(

@@ -1,6 +1,6 @@
 """The host's part in the end of a step: it raises the errors that `fzero.runtime.finish` found.
 
-Further functions make the messages, with their causes; the last ones are for a GPU that has no memory left. On the CPU, an
+Further functions make the messages, with their causes; the last ones are for a rank that has no memory left. On the CPU, an
 error names the first parameter whose gradient is not finite. On a GPU the host does not wait for the result; a device-side
 assertion ends the process instead. Shape letters: A micro-steps, W ranks.
 """
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import astuple
 from functools import lru_cache
 from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from fzero.runtime.loss import check_rows, loss_row
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import MismatchError, check_same
 from fzero.state import TrainState
+from fzero.storage.host_memory import available_memory, process_memory
 from fzero.storage.shard_transfer import own_shard
 
 GIB = 2**30
@@ -218,30 +220,47 @@ def differing_passes(numbers_W: Tensor) -> CollectiveError:
 
 @contextmanager
 def explained(plan: Plan) -> Iterator[None]:
-    """Inside, an error for want of memory on a GPU gets a note; see `explain`."""
+    """Inside, an error for want of memory gets a note; see `explain`."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except (RuntimeError, MemoryError) as error:
         explain(error, plan)
         raise
 
 
 def explain(error: BaseException, plan: Plan) -> None:
     """Adds a note to an error for want of memory, once: the plan's numbers, what was allocated, and where a snapshot is."""
-    is_first = not any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ()))
-    if isinstance(error, torch.OutOfMemoryError) and is_first:
-        error.add_note(_note(plan))
+    if any(note.startswith("fzero: planned") for note in getattr(error, "__notes__", ())):
+        return
+    if isinstance(error, torch.OutOfMemoryError):
+        error.add_note(_note(plan, _on_gpu()))
+    elif isinstance(error, MemoryError) or any(words in str(error) for words in NO_HOST_MEMORY):
+        error.add_note(_note(plan, _on_host()))
 
 
-def _note(plan: Plan) -> str:
+NO_HOST_MEMORY = ("can't allocate memory", "not enough memory")
+"""Of the messages of torch's allocator of host memory, whose error has no class of its own."""
+
+
+def _note(plan: Plan, measured: str) -> str:
     state = " · ".join(memory_lines(plan.bytes_per_rank, plan.bytes_by_memory))
     gathered = plan.unit_rules.most_gathered()
-    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
     return (
-        f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements at a time. Measured at the "
-        f"peak: {peak / GIB:.3f} GiB allocated, {reserved / GIB:.3f} GiB reserved. {_snapshot()} For less: smaller "
-        f"micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings"
+        f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements at a time. {measured} For "
+        f"less: smaller micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings"
     )
+
+
+def _on_gpu() -> str:
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    return f"Measured at the peak: {peak / GIB:.3f} GiB allocated, {reserved / GIB:.3f} GiB reserved. {_snapshot()}"
+
+
+def _on_host() -> str:
+    limit, free = getrlimit(RLIMIT_AS)[0], available_memory()
+    limited = "" if limit == RLIM_INFINITY else f", of an address space limited to {limit / GIB:.3f} GiB (ulimit -v)"
+    peak = process_memory("VmHWM") / GIB
+    return f"Measured: {peak:.3f} GiB resident at this process's peak{limited}; {free / GIB:.3f} GiB are free on the machine."
 
 
 def _snapshot() -> str:

@@ -249,7 +249,7 @@ class Tuning:
             tuned.draw().savefig(picture, dpi=120)
             notes.append(f"picture: {picture}")
         except ImportError:
-            notes.append("no picture: matplotlib is not installed")
+            notes.append("no picture: matplotlib is not installed; pip install 'fzero[pictures]'")
         return replace(tuned, notes=tuple(notes))
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import base64
 import importlib
 import json
+import os
 import re
+import subprocess
+import sys
 import tomllib
 import warnings
 from collections.abc import Iterator, Mapping
@@ -1337,11 +1340,12 @@ def test_the_command_shows_values_and_reasons_or_every_error(
     shown = capsys.readouterr().out
     for row in (
         r"wandb +\{'enabled': True\} +not yet +for the engine",
-        r"fp16\.hysteresis +3 +conflict +no loss is scaled",
+        r"fp16\.hysteresis +3 +no effect +no loss is scaled",
         r"zero_optimization\.stage +3 +given",
         r"zero_optimization\.zero_hpz_partition_size +1 → None +given",
         r"steps_per_print +10 +accepted +for the engine",
-        r"optimizer\.params\.lr +auto +auto +left to fzero",
+        r"optimizer\.params\.lr +auto +auto",
+        r" +auto +auto +transformers. Trainer fills it in",
     ):
         assert re.search(row, shown), shown
     assert "gradient_clipping" not in shown and re.search(r"\d+ other keys have their defaults; --defaults", shown)
@@ -1352,6 +1356,50 @@ def test_the_command_shows_values_and_reasons_or_every_error(
     assert main(["config", str(path)]) == 1
     errors = capsys.readouterr().err
     assert "zero_optimization.stage: must be 0, 1, 2 or 3" in errors and "did you mean 'gradient_clipping'" in errors
+
+
+HF_FILE = {
+    "fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2},
+    "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "zero_optimization": {"stage": 2, "overlap_comm": True},
+    "gradient_clipping": "auto", "train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto",
+}  # fmt: skip
+"""A file of transformers' documentation, which its Trainer fills in."""
+
+
+def test_a_file_for_the_trainer_has_no_conflicts_and_its_autos_are_explained_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(HF_FILE))
+    assert main(["config", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "conflict" not in shown
+    assert shown.count("the Trainer switches its block on") == 1 and shown.count("Trainer fills it in") == 1
+    assert len(re.findall(r" auto +auto", shown)) == 9
+    path.write_text(
+        json.dumps({"zero_optimization": {"stage": 2}, "fp16": {"enabled": True, "loss_scale": 8, "hysteresis": 2}})
+    )
+    assert main(["config", str(path)]) == 0
+    assert re.search(r"fp16\.hysteresis +2 +conflict +the scale is fixed", capsys.readouterr().out)
+
+
+def test_a_warning_is_shown_by_the_first_rank_only() -> None:
+    program = "import fzero; fzero.Config.load({'comet': {'enabled': True}})"
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    shown = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | job | {"RANK": rank},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for rank in "01"
+    ]
+    assert "ConfigWarning: comet" in shown[0].stderr and "ConfigWarning" not in shown[1].stderr
 
 
 @pytest.mark.parametrize("size", [0, 1, None])

@@ -473,6 +473,44 @@ def test_parts_train_beside_checkpoints_and_frozen_parts_too(ranks: RankPool, st
         assert apart.keys() == AROUND.keys() and max(apart.values()) < 1e-6, apart
 
 
+MIXED = [
+    lambda model, module, x: model(x).square().mean(),
+    AROUND["a recurrent part"][0],
+    AROUND["a target without gradients"][0],
+    lambda model, module, x: module.aside(x),
+    lambda model, module, x: _beside(model, module, x) + model(2 * x).square().mean(),
+    _again,
+    lambda model, module, x: checkpoint(module.aside, x, use_reentrant=False),
+    AROUND["parts of outputs"][0],
+]
+
+
+def _mixes(stage: int) -> float:
+    """Four micro-steps of different losses make an update, whose backwards share their learned orders."""
+    plain = make(Chain)
+    own = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.0)
+    cfg = settings(stage, train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=4, gradient_clipping=0.0)
+    cfg["optimizer"]["params"]["weight_decay"] = 0.0
+    engine = fzero.initialize(model=make(Chain), config=cfg)[0]
+    for index, loss_of in enumerate(MIXED * 2):
+        shards = [part(data(index), rank, engine.world_size) for rank in range(engine.world_size)]
+        engine.backward(loss_of(engine, engine.module, shards[engine.global_rank]))
+        engine.step()
+        for x in shards:
+            (loss_of(plain, plain, x) / (4 * engine.world_size)).backward()
+        if index % 4 == 3:
+            own.step()
+            own.zero_grad()
+    expected = plain.state_dict()
+    return max((x - expected[key]).abs().max().item() for key, x in engine.module_state_dict().items())
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_losses_of_all_kinds_train_in_one_accumulation(ranks: RankPool, stage: int) -> None:
+    """The engine has one order for each backward of the same forwards, and leaves it where a checkpoint runs parts again."""
+    assert max(ranks(3, _mixes, stage)) < 1e-6
+
+
 def _evaluates() -> tuple[float, float, bool, str]:
     """In stage 3: a part without gradients, its hook, what a destroyed engine leaves, and a compiled engine's error."""
     engine, plain, x = made(3), make(Net), data(0)

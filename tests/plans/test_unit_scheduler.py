@@ -444,17 +444,26 @@ def test_reductions_beyond_the_bound_are_rejected(step: tuple[UnitRules, Visits]
         check_schedules(records, replace(rules, max_reducing=sum(trained) - 1))
 
 
-def test_gradients_after_the_reduction_of_their_unit_raise() -> None:
-    rules = UnitRules({"a": UnitRule(8, 0, (FlatGrad("a/f", 8, False, DEVICE),), False)}, 1, 1, True, 8, 8, None)
-    scheduler = UnitScheduler(rules)
-    scheduler.begin([Event("reduce", "a")])
-    scheduler.begin_backward(is_last=True)
-    scheduler.collect("a", "a/f")
-    assert Event("reduce", "a") in scheduler.end_visit("a")
-    scheduler.collect("a", "a/f")
-    scheduler.end_backward()
-    with pytest.raises(ScheduleError, match="gradients of unit 'a' came after its reduction"):
-        scheduler.finish()
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_after_the_reduction_of_their_unit_are_reduced_once_more(num_ranks: int) -> None:
+    """The order was learned of a loss without the reentrant checkpoint that this backward runs at its end."""
+    rules, run = replace(rules_of(a=8, b=8), world_size=num_ranks, num_shards=num_ranks), ("backward",)
+    orders = Orders(learned={run: (Event("reduce", "b"), Event("reduce", "a"))})
+    ranks = [Rank(rules, UnitScheduler(rules, is_alone=num_ranks == 1), []) for _ in range(num_ranks)]
+
+    def backward(rank: Rank) -> Iterator[None]:
+        rank.scheduler.begin(orders.learned[run])
+        rank.scheduler.begin_backward(is_last=True, visits={"a": 1, "b": 1})
+        for unit in ("b", "a", "b"):
+            yield from rank.request(rank.scheduler.collect(unit, f"{unit}/f"))
+            yield from rank.request(rank.scheduler.end_visit(unit))
+        yield from rank.request(rank.scheduler.end_backward())
+        rank.record += rank.scheduler.finish()
+
+    run_together(ranks, [backward(rank) for rank in ranks], orders, run)
+    for rank in ranks:
+        assert [event.unit for event in rank.record if event.kind == "reduce"] == ["b", "a", "b"]
+    assert (run in orders.varying) == (num_ranks > 1)
 
 
 def rules_of(**numels: int) -> UnitRules:

@@ -604,3 +604,60 @@ def test_what_cannot_be_simulated_is_reported() -> None:
         simulated(step.init(), for_ranks(vectors(0), 2))
     with pytest.raises(ValueError, match=r"Uncopyable must be a model that deepcopy can copy.*holds a connection"):
         fzero.simulate(fzero.make_train_step(Uncopyable(), config(0)), 2)
+
+
+class Tagged(Tensor):
+    """A tensor with a class of its own."""
+
+
+class Unlike(Plain):
+    """Does what differs between one rank and a dimension of ranks, unless it is refused."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("tag", torch.ones(1).as_subclass(Tagged) if kind == "a class" else torch.ones(1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        if self.kind == "dropout":
+            x = x.reshape(x.shape[0], 4, -1).transpose(0, 1)
+            x = nn.functional.dropout(
+                nn.functional.dropout(x.transpose(1, 2), 0.3).transpose(1, 2) * 1, 0.3, inplace=True
+            )
+            x = x.transpose(0, 1).flatten(1)
+        if self.kind == "a generator":
+            x = x + torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+        if self.kind == "a kept tensor":
+            if not hasattr(self, "old"):
+                self.old = self.blocks[0].weight.detach()
+            x = x + self.old.sum()
+        if self.kind == "a tensor of this forward":
+            self.last = x.square().mean()
+            x = x * self.last
+        return nn.functional.mse_loss(x * len(type(self.tag).__name__), y)
+
+
+REFUSED_AS_A_DIMENSION = {
+    "dropout": "", "a tensor of this forward": "", "a class": "no methods of other classes",
+    "a generator": "generator of the model's own", "a kept tensor": "must not keep a tensor from one step to the next",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED_AS_A_DIMENSION)
+def test_as_a_dimension_a_model_is_that_of_a_rank_or_refused(kind: str) -> None:
+    curves = []
+    for by in ("lockstep", "vmap"):
+        step = fzero.simulate(fzero.make_train_step(make(lambda: Unlike(kind)), config(1)), 2, by=by)  # type: ignore[arg-type]
+        state, curve = step.init(), []
+        try:
+            for index in range(3):
+                state, metrics = step(state, for_ranks(vectors(index), 2))
+                curve.append(metrics.loss.item())
+        except (ValueError, RuntimeError) as error:
+            assert by == "vmap" and REFUSED_AS_A_DIMENSION[kind], error
+            assert REFUSED_AS_A_DIMENSION[kind] in str(error) and "by='lockstep'" in str(error)
+            return
+        curves.append(curve)
+    assert not REFUSED_AS_A_DIMENSION[kind] and curves[1] == pytest.approx(curves[0], rel=1e-5)
