@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fzero.engine.initialize import initialize as initialize
     from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
+    from fzero.launch.notebook import notebook_launch as notebook_launch
     from fzero.optim.adam_kernels import adamw as adamw
     from fzero.optim.optimizers import sgd as sgd
     from fzero.optim.transforms import Transform as Transform, chain as chain
@@ -64,6 +65,7 @@ else:
             "engine.initialize": "initialize",
             "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
+            "launch.notebook": "notebook_launch",
             "optim.adam_kernels": "adamw",
             "optim.optimizers": "sgd",
             "optim.transforms": "Transform chain",

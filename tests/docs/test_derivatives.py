@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -83,13 +83,15 @@ WAYS: dict[str, LossFn] = {
     "`torch.func.jacrev`": func_jacrev,
 }
 
-HOWS: dict[str, tuple[int, dict[str, Any], bool]] = {
-    "stages 0–2": (2, {}, False),
-    "stage 3": (3, {}, False),
-    '`compile="step"`, stage 3': (3, {"compile": "step", "compile_backend": "aot_eager"}, False),
-    '`simulate(…, by="vmap")`': (3, {}, True),
+Simulation = Literal["vmap", "lockstep"]
+HOWS: dict[str, tuple[int, dict[str, Any], Simulation | None]] = {
+    "stages 0–2": (2, {}, None),
+    "stage 3": (3, {}, None),
+    '`compile="step"`, stage 3': (3, {"compile": "step", "compile_backend": "aot_eager"}, None),
+    '`by="lockstep"`, stage 3': (3, {}, "lockstep"),
+    '`by="vmap"`': (3, {}, "vmap"),
 }
-"""The columns: stage, arguments of the step, and whether the two ranks are simulated; else they are processes."""
+"""The columns: stage, arguments of the step, and how the two ranks are simulated; None where they are processes."""
 
 
 def step_of(way: str, stage: int, how: dict[str, Any]) -> fzero.TrainStep:
@@ -113,8 +115,8 @@ def trained(way: str, stage: int, how: dict[str, Any]) -> float:
     return metrics.loss.item()
 
 
-def simulated(way: str, stage: int, how: dict[str, Any]) -> float:
-    ranks = fzero.simulate(step_of(way, stage, how), 2, by="vmap")
+def simulated(way: str, stage: int, how: dict[str, Any], by: Simulation) -> float:
+    ranks = fzero.simulate(step_of(way, stage, how), 2, by=by)
     state = ranks.init()
     for _ in range(3):
         state, metrics = ranks(state, batch_of().expand(2, 6, 4).clone())
@@ -123,9 +125,9 @@ def simulated(way: str, stage: int, how: dict[str, Any]) -> float:
 
 def outcome(way: str, column: str, expected: float, ranks: RankPool) -> str:
     """`yes` where the loss is that of a single rank, `refused` where the step raises."""
-    stage, how, is_simulated = HOWS[column]
+    stage, how, by = HOWS[column]
     try:
-        found = simulated(way, stage, how) if is_simulated else ranks(2, trained, way, stage, how)[0]
+        found = simulated(way, stage, how, by) if by else ranks(2, trained, way, stage, how)[0]
     except (RankError, ValueError, RuntimeError):
         return "refused"
     assert abs(found - expected) < 1e-5 * max(abs(expected), 1), (way, column, found, expected)

@@ -42,4 +42,4 @@ def test_a_notebook_runs_and_shows_its_values(notebook: Path) -> None:
 
 
 def test_there_are_three() -> None:
-    assert len(NOTEBOOKS) == 3 and fzero.launch.notebook_launch
+    assert len(NOTEBOOKS) == 3 and fzero.notebook_launch

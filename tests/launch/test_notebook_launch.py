@@ -114,7 +114,7 @@ def work():
     torch.nn.Conv2d(8, 8, 3)(torch.randn(4, 8, 64, 64)).sum().backward()
     return (a @ a).sum().item() == (a @ a).sum().item() and fzero.join().size
 
-print(fzero.launch.notebook_launch(work, num_procs=2))
+print(fzero.notebook_launch(work, num_procs=2))
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout == "[2, 2]\n"
