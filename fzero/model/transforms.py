@@ -159,6 +159,13 @@ def _no_tensors(values: Tensors) -> dict[str, Tensor]:
     return {}
 
 
+class Size(NamedTuple):
+    """The size of a view's value: its elements, and the name of a parameter of the same unit that has its dtype."""
+
+    numel: int
+    dtype_of: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Changes:
     """What a transform changes in one model. It holds no tensors."""
@@ -169,6 +176,8 @@ class Changes:
     """Its settings as text, which must be equal on all ranks."""
     views: Mapping[str, tuple[ParamView, ...]] = field(default_factory=dict)
     """The views of a parameter in the order of their application, by the first of its names."""
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    """The sizes of values that have another number of elements, or another dtype, than the parameter (packed bytes)."""
     forwards: Callable[[Call], Mapping[str, Wrap]] | None = None
     """The forwards that modules have in a call, by the module's name; they may depend on n."""
     is_by_forward: bool = False
@@ -231,6 +240,9 @@ class AllChanges:
         for one in changes:
             for name, views in one.views.items():
                 self.views[name] = (*self.views.get(name, ()), *views)
+        # By parameter, another one whose gradient comes with that of its value.
+        self.relays = {name: of[0] for name, own in self.views.items() for view in own if (of := view.trains)}
+        self.sizes = {name: size for one in changes for name, size in one.sizes.items()}
         self.recomputed = tuple(name for one in changes for name in one.recomputed)
         self.added = frozenset[str]().union(*(one.added for one in changes))
         if sum(len(one.added) for one in changes) > len(self.added):

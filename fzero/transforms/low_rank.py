@@ -80,7 +80,7 @@ class Lora:
         added = frozenset(name for (view,) in views.values() for name in view.reads)
         return Changes(
             name="lora", text=str(self), views={k: (*(base.views[k] if base else ()), *v) for k, v in views.items()},
-            added=added | (base.added if base else frozenset()),
+            added=added | (base.added if base else frozenset()), sizes=base.sizes if base else {},
             first_value=lambda name, like: first(spec.seed, name, like) if name in added else None,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
-from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors
+from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors
 from fzero.transforms.matching import Patterns, add_param, added_to, patterns_of, shape_of, weight_of, weights_of
 
 if TYPE_CHECKING:
@@ -103,7 +103,9 @@ class Packed:
                     f"packed: {name!r} must be packed once, got bits={self.bits} of another width; build it anew"
                 )
             views[name] = (Unpacked(scale, shape, self.bits),)
-        return Changes(name="packed", text=str(self), views=views, added=frozenset(v.scale for (v,) in views.values()))
+        sizes = {name: Size(math.prod(view.shape), view.scale) for name, (view,) in views.items()}
+        added = frozenset(view.scale for (view,) in views.values())
+        return Changes(name="packed", text=str(self), views=views, sizes=sizes, added=added)
 
 
 def packed(pattern: Patterns, *, bits: Literal[8, 4] = 8, group: int = 64) -> Packed:

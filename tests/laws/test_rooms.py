@@ -79,8 +79,8 @@ PUBLIC_MODULES = {"sharding", "sharding.views", "sharding.reference", "sharding.
 """The modules of sharding that users may import. Of fzero they may import the package and its doors."""
 
 ROOT_NAMES = 39
-"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among them, and `notebook_launch`, which a notebook
-calls around such a loop; all others stand behind a door."""
+"""Public names of `fzero` itself: what a training loop of one's own calls, `log` among them, and `notebook_launch`, which a
+notebook calls around such a loop; all others stand behind a door."""
 
 
 def name_of(path: Path) -> str:

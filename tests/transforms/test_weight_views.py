@@ -456,3 +456,14 @@ def step_with(*transforms: Any, **how: Any) -> Any:
 def test_bad_arguments_are_errors(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_the_planner_counts_the_numbers_that_packed_bytes_stand_for() -> None:
+    """Without room for live parameters no value is kept, and a unit's values stand beside its bytes."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    cfg = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "optimizer": {"type": "AdamW"}}
+    found = fzero.estimation.compare_plans(
+        model, cfg, world_size=2, batch=torch.empty(2, 64, device="meta"), loss_fn=lambda net, x: net(x).sum(),
+        device="cpu", transforms=[fzero.transforms.lora("*", rank=2, bits=8)],
+    )  # fmt: skip
+    assert found["stage 3"].step.most("views") >= 4 * 64 * 64
