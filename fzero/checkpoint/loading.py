@@ -11,14 +11,14 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, together
-from fzero.checkpoint.dcp_format import DcpReader
+from fzero.checkpoint.dcp_format import DcpReader, Fragment
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.checkpoint.torch_jobs import TorchJob, is_torch_job, starts_of
 from fzero.common.arguments import check_no_inference, check_path
@@ -33,9 +33,6 @@ from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_agreement import agree
 from fzero.storage.state_files import StateFiles as Scratch
-
-if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import DcpReader, Fragment  # imports PyTorch modules that take a second
 
 
 class Loaded(NamedTuple):

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch import Tensor
 from fzero.checkpoint import folders as files, layout
 from fzero.checkpoint.agreement import check_same_folder, check_step, of_rank_0, report_of, together
 from fzero.checkpoint.client_values import plain
-from fzero.checkpoint.dcp_format import write, write_metadata
+from fzero.checkpoint.dcp_format import Fragment, write, write_metadata
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Slice, Stored, StoredSlice
 from fzero.common.arguments import check_path
@@ -42,10 +42,6 @@ from fzero.resharding.reshard import AnyStep
 from fzero.simulation import LockstepRanks
 from fzero.state import TrainState
 from fzero.step import TrainStep
-
-if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import Fragment  # imports PyTorch modules that take a second
-
 
 T = TypeVar("T")
 

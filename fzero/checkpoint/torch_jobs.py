@@ -15,19 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.dcp_format import DcpReader
+from fzero.checkpoint.dcp_format import DcpReader, Fragment
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import StoredSlice, key_of, kinds_of
 from fzero.plans.plan import Plan
 from fzero.resharding.tensors import of_plan
-
-if TYPE_CHECKING:
-    from fzero.checkpoint.dcp_format import DcpReader, Fragment  # imports PyTorch modules that take a second
 
 USUAL = ("model.", "optim.", "optimizer.")
 """The prefixes that are taken where several fit."""

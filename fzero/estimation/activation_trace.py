@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, Literal, NamedTuple
 
 import optree
@@ -33,6 +33,7 @@ from fzero.config.config import Config
 from fzero.estimation.ledger import Device
 from fzero.model.binding import bound
 from fzero.model.changes import attributes_kept, replaced_forwards
+from fzero.model.transforms import AllChanges
 from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
@@ -227,7 +228,7 @@ def _nbytes(x: Tensor) -> int:
 
 def trace_activations(
     model: nn.Module, cfg: Config | Any, batch: Any, *, loss_fn: LossFn | None = None, checkpoint: bool | None = None,
-    on_host: bool | None = None, device: Device = "cuda",
+    on_host: bool | None = None, device: Device = "cuda", changes: AllChanges | None = None,
 ) -> ActivationTrace:  # fmt: skip
     """Activations and FLOPs of one forward and backward.
 
@@ -240,6 +241,7 @@ def trace_activations(
             follows the configuration.
         on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
+        changes: of transforms, whose views give modules other values than the parameters.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.
@@ -256,8 +258,11 @@ def trace_activations(
         fake_batch = without_memory(batch, torch.device("cpu"))
         if (dtype := cfg.casts_batch_to) is not None:
             fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
+        for name, views in () if changes is None else changes.views.items():
+            given = params | buffers
+            params[name] = reduce(lambda x, view: view.value(x, given, 0), views, params[name])
         alive.ignore([*params.values(), *buffers.values(), *tensors_in(fake_batch)])
-        recorder = _Recorder(alive, layout, params)
+        recorder = _Recorder(alive, layout, params, {} if changes is None else changes.relays)
         with (
             _with_fix(model),
             attributes_kept(model),
@@ -311,8 +316,10 @@ _gate: Callable[..., Tensor] = _Gate.apply  # type: ignore[assignment]
 class _Recorder:
     """Passes parameters to the model unit by unit, and marks when they are read, needed again and have gradients."""
 
-    def __init__(self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor]) -> None:
-        self.alive, self.params = alive, params
+    def __init__(
+        self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor], relays: Mapping[str, str]
+    ) -> None:
+        self.alive, self.params, self._relays = alive, params, relays
         self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}
         self._names = {x.untyped_storage()._cdata: name for name, x in params.items()}
         self._anchor = torch.empty(0, requires_grad=True)
@@ -323,8 +330,10 @@ class _Recorder:
             with torch.enable_grad():
                 for buffer in self._units[name].buffers:
                     for own in buffer.layout.names:
-                        param = self.params[own]
-                        self._leaves[own] = _gate(self._anchor, param, self.alive, own) if buffer.trainable else param
+                        param, trained = self.params[own], own if buffer.trainable else self._relays.get(own)
+                        self._leaves[own] = (
+                            param if trained is None else _gate(self._anchor, param, self.alive, trained)
+                        )
         self.alive.mark("fetch", name)
         return self._leaves[name]
 

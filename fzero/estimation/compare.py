@@ -8,7 +8,7 @@ gives the composition of the peak and the duration of the step.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 from fzero.estimation.dry_run import DryRun, dry_run
 from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
-from fzero.model.transforms import ModelTransform
+from fzero.model.transforms import AllChanges, ModelTransform
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
@@ -261,12 +261,16 @@ def compare_plans(
     """
     keys = keys_of(cfg)
     given = Config.load(dict(keys))  # warns of keys that are not honoured
-    viewed = StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes.views if transforms else ()
-    trace = None if batch is None else trace_activations(model, given, batch, loss_fn=loss_fn, device=device)
+    changes = StepSpec(model=model, cfg=given, transforms=tuple(transforms)).changes if transforms else AllChanges()
+    trace = (
+        None
+        if batch is None
+        else trace_activations(model, given, batch, loss_fn=loss_fn, device=device, changes=changes)
+    )
     cache = None if answers is None else cache_nbytes(model, given, answers)
 
     def planned(name: str, keys: Keys) -> Candidate:
-        how: dict[str, Any] = {"trace": trace, "machine": machine, "device": device, "cache": cache, "viewed": viewed}
+        how: dict[str, Any] = {"trace": trace, "machine": machine, "device": device, "cache": cache, "changes": changes}
         made = column(model, name, keys, world_size, mesh, **how)
         return replace(made, tokens=tokens_of(batch) * world_size * made.plan.num_micro_steps)
 
@@ -306,14 +310,14 @@ def column(
     machine: MachineModel | None = None,
     device: Device = "cuda",
     cache: int | None = None,
-    viewed: Collection[str] = (),
+    changes: AllChanges | None = None,
 ) -> Candidate:
     """Plans one configuration.
 
     Args:
         trace: of the activations, with the same dtypes, checkpointing and device.
         cache: the bytes of keys and values while a rank generates; None does not count generation.
-        viewed: the parameters of which modules see other values, besides those that the configuration compresses.
+        changes: the changes of transforms, besides those that the configuration asks for.
 
     Raises:
         ConfigError: the configuration is not possible.
@@ -321,8 +325,9 @@ def column(
 
     planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
     cfg = quietly(keys)
-    seen = {*viewed, *(compression(cfg, model).params if cfg.compresses else ())}
-    step = dry_run(planned, trace, machine=machine, device=device, title=name, viewed=seen)
+    views, sizes = ({}, {}) if changes is None else (changes.views, changes.sizes)
+    seen = {*views, *(compression(cfg, model).params if cfg.compresses else ())}
+    step = dry_run(planned, trace, machine=machine, device=device, title=name, viewed=seen, sizes=sizes)
     generating = None if cache is None else Generating.after(planned, step, cache)
     return Candidate(name, keys, planned, step, memory_of(step), generating=generating)
 

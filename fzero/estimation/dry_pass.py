@@ -7,13 +7,14 @@ lane; the reasons are in `fzero.runtime.gathers` and `reductions`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import assert_never
 
 from fzero.estimation.ledger import MemoryLedger
 from fzero.estimation.unit_events import Part, follow
+from fzero.model.transforms import Size
 from fzero.plans.dataflow import GradHome, Holds
 from fzero.plans.plan import FlatParamPlan
 from fzero.plans.unit_orders import BOUNDARY, Event
@@ -48,11 +49,12 @@ class DryPass:
 
     Args:
         viewed: the names of the parameters of which modules see other values.
+        sizes: of values that have others than the parameter.
     """
 
-    def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = ()) -> None:
-        self.ledger, self.plan, self._viewed = ledger, ledger.plan, viewed
-        self._kept = kept_units(self.plan, viewed) if viewed else frozenset[str]()
+    def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = (), sizes: Mapping[str, Size] = {}) -> None:
+        self.ledger, self.plan, self._viewed, self._sizes = ledger, ledger.plan, viewed, sizes
+        self._kept = kept_units(self.plan, viewed, sizes) if viewed else frozenset[str]()
         self._seen: dict[str, int] = {}  # bytes of the values of views, by unit
         self.scheduler = UnitScheduler(self.plan.inner.unit_rules, device=ledger.device)
         self._units = {unit.name: unit for unit in self.plan.units}
@@ -183,7 +185,7 @@ class DryPass:
 
     def _view(self, name: str) -> None:
         """Adds the values of the views of a unit's parameters, unless it is there."""
-        numels = {} if name in self._seen else seen_numel(self._units[name], self._viewed)
+        numels = {} if name in self._seen else seen_numel(self._units[name], self._viewed, self._sizes)
         if numels:
             self._seen[name] = sum(numel * itemsize(dtype) for dtype, numel in numels.items())
             self.ledger.add("views", self._seen[name])

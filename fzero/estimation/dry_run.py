@@ -14,7 +14,7 @@ Without a trace there are no activations, only updates compute, and units run in
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from fzero.estimation.ledger import Device, MemoryLedger, MemorySample
 from fzero.estimation.unit_events import order_of, parts_of
 from fzero.graph.liveness import Liveness
 from fzero.graph.timeline import Timeline
+from fzero.model.transforms import Size
 from fzero.plans.machine_model import MachineModel
 from fzero.plans.plan import Plan
 from fzero.storage.buffer_sizes import pinned_gaps
@@ -139,6 +140,7 @@ def dry_run(
     device: Device = "cuda",
     title: str = "",
     viewed: Collection[str] = (),
+    sizes: Mapping[str, Size] = {},
 ) -> DryRun:
     """Runs one step of a plan without tensors.
 
@@ -149,6 +151,7 @@ def dry_run(
         device: where the model is; on the CPU the collectives are gloo's.
         title: of the timeline.
         viewed: the parameters of which modules see other values (`fzero.model.transforms.ParamView`).
+        sizes: of values that have others than the parameter.
     """
     machine = machine or MachineModel()
     parts = parts_of(plan.inner, trace, machine)
@@ -158,7 +161,7 @@ def dry_run(
         ledger = MemoryLedger(plan, machine, device, kept)
         kept = ledger.free
         ledger.write()
-        passes, ends = DryPass(ledger, viewed), list[float]()
+        passes, ends = DryPass(ledger, viewed, sizes), list[float]()
         with passes.gathered():
             for index in range(num):
                 passes.run(parts, order, is_first=index == 0, is_last=index == num - 1)

@@ -159,6 +159,13 @@ def _no_tensors(values: Tensors) -> dict[str, Tensor]:
     return {}
 
 
+class Size(NamedTuple):
+    """The size of a view's value: its elements, and the name of a parameter of the same unit that has its dtype."""
+
+    numel: int
+    dtype_of: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Changes:
     """What a transform changes in one model. It holds no tensors."""
@@ -169,6 +176,8 @@ class Changes:
     """Its settings as text, which must be equal on all ranks."""
     views: Mapping[str, tuple[ParamView, ...]] = field(default_factory=dict)
     """The views of a parameter in the order of their application, by the first of its names."""
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    """The sizes of values that have another number of elements, or another dtype, than the parameter (packed bytes)."""
     forwards: Callable[[Call], Mapping[str, Wrap]] | None = None
     """The forwards that modules have in a call, by the module's name; they may depend on n."""
     is_by_forward: bool = False
@@ -187,8 +196,10 @@ class Changes:
     """The first value of an added tensor, by its name, with the dtype of a tensor, on the CPU."""
     first_buffers: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
     """The first values of the added buffers that are made from weights, for those weights that it is given."""
+    first_params: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
+    """The first values of the added parameters that are made from weights of their modules, for the weights that it is given."""
     made_buffers: frozenset[str] = frozenset()
-    """The names of these buffers; one without any element that is true is not made yet."""
+    """The names of the added buffers that are made from weights; one without any element that is true is not made yet."""
     ranges: frozenset[str] = frozenset()
     """Buffers that hold (min, max): after a step all ranks take the least and the largest."""
 
@@ -229,8 +240,16 @@ class AllChanges:
         for one in changes:
             for name, views in one.views.items():
                 self.views[name] = (*self.views.get(name, ()), *views)
+        # By parameter, another one whose gradient comes with that of its value.
+        self.relays = {name: of[0] for name, own in self.views.items() for view in own if (of := view.trains)}
+        self.sizes = {name: size for one in changes for name, size in one.sizes.items()}
         self.recomputed = tuple(name for one in changes for name in one.recomputed)
         self.added = frozenset[str]().union(*(one.added for one in changes))
+        if sum(len(one.added) for one in changes) > len(self.added):
+            twice = next(name for name in sorted(self.added) if sum(name in one.added for one in changes) > 1)
+            raise ValueError(
+                f"transforms: must add a tensor once, got two that add {twice!r}; let one module have one of them"
+            )
         self.ranges = frozenset[str]().union(*(one.ranges for one in changes))
         self.made_buffers = frozenset[str]().union(*(one.made_buffers for one in changes))
         self.is_by_forward = any(one.is_by_forward for one in changes)
@@ -260,6 +279,10 @@ class AllChanges:
     def first_buffers(self, values: Tensors) -> dict[str, Tensor]:
         """The added buffers that are made from these weights."""
         return {name: x for one in self._changes for name, x in one.first_buffers(values).items()}
+
+    def first_params(self, values: Tensors) -> dict[str, Tensor]:
+        """The added parameters that are made from these weights."""
+        return {name: x for one in self._changes for name, x in one.first_params(values).items()}
 
     def bound(
         self, model: nn.Module, call: Callable[[], Call], constants: tuple[Hashable, ...] | None = None

@@ -191,6 +191,7 @@ class StateBuilder:
         """
         values: dict[str, Tensor] = {}
         initialised: dict[str, dict[str, Tensor]] = {}  # by module
+        changes, later = self.spec.changes, list[str]()
         for name in names:
             prefix, _, key = name.rpartition(".")
             module = self.spec.model.get_submodule(prefix)
@@ -204,10 +205,14 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and (extra := self.spec.changes.first_value(name, own)) is not None:
-                values[name] = extra.to(self.device)
+            elif (given is not None or own.is_meta) and name in changes.added:
+                extra = changes.first_value(name, own)
+                if extra is None:
+                    later.append(name)
+                else:
+                    values[name] = extra.to(self.device)
             elif given is not None and key in module._parameters:
-                raise ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
+                raise _missing(name)
             elif own.device.type != "meta":
                 values[name] = full_values(own).to(self.device)
             else:
@@ -216,6 +221,11 @@ class StateBuilder:
                         module, prefix, init_fn, self.spec.seed, self.device, added=self.spec.changes.added
                     )
                 values[name] = initialised[prefix][name]
+        made = changes.first_params(values) if later else {}
+        for name in later:
+            if name not in made:
+                raise _missing(name)
+            values[name] = made[name]
         return values
 
     def hook_states(self) -> dict[str, dict[str, Any]]:
@@ -233,6 +243,10 @@ class StateBuilder:
         """The random state of a rank, by device type."""
         seed = (self.spec.seed * 1_000_003 + rank) % 2**63
         return {kind: torch.Generator(kind).manual_seed(seed).get_state() for kind in kinds_of(self.device)}
+
+
+def _missing(name: str) -> ValueError:
+    return ValueError(f"params: {name!r} is missing; pass a state dict with every parameter of the model")
 
 
 def _from_rank_0(value: Tensor, world: RankAxis, name: str) -> Tensor:

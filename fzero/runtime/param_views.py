@@ -12,41 +12,40 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from fzero.model.transforms import Number, ParamView, PulledGrad, Tensors
+from fzero.model.transforms import Number, ParamView, PulledGrad, Size, Tensors
 from fzero.plans.plan import Plan, UnitPlan
 
 
-def seen_numel(unit: UnitPlan, names: Collection[str]) -> dict[str, int]:
+def seen_numel(unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size] = {}) -> dict[str, int]:
     """The elements of a unit's parameters with other values, by the dtype in which modules see them.
 
     Args:
         names: the parameters with views.
+        sizes: of values that have others than the parameter.
     """
     found: dict[str, int] = {}
-    for buffer in unit.buffers:
-        numel = sum(stop - start for start, stop in map(buffer.layout.bounds, names_in(buffer.layout.names, names)))
+    homes = {name: buffer for buffer in unit.buffers for name in buffer.layout.names}
+    for name in (name for name in homes if name in names):
+        start, stop = homes[name].layout.bounds(name)
+        numel, like = sizes.get(name, Size(stop - start, name))
         if numel:
-            found[buffer.dtypes.param] = found.get(buffer.dtypes.param, 0) + numel
+            dtype = homes[like].dtypes.param
+            found[dtype] = found.get(dtype, 0) + numel
     return found
 
 
-def names_in(names: Collection[str], among: Collection[str]) -> list[str]:
-    """Those of the names that are also in the other collection, in their order."""
-    return [name for name in names if name in among]
-
-
-def kept_units(plan: Plan, names: Collection[str]) -> frozenset[str]:
+def kept_units(plan: Plan, names: Collection[str], sizes: Mapping[str, Size] = {}) -> frozenset[str]:
     """The gathered units whose values are kept from the forward to the backward, and for further micro-steps.
 
     Their elements count as live parameters. Units are taken in the order of declaration, as long as
     `stage3_max_live_parameters` has room beside the units that a step gathers at once.
 
     Args:
-        names: the parameters with views.
+        names, sizes: see `seen_numel`.
     """
     room, kept = plan.max_live - plan.unit_rules.most_gathered(), set[str]()
     for unit in plan.units:
-        numel = sum(seen_numel(unit, names).values()) if unit.gathered_numel else 0
+        numel = sum(seen_numel(unit, names, sizes).values()) if unit.gathered_numel else 0
         if 0 < numel <= room:
             room -= numel
             kept.add(unit.name)
@@ -61,6 +60,7 @@ class ParamViews:
         num_updates: reads n; called only if there are views.
         buffers: the module buffers, which views may read.
         units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
+        sizes: see `seen_numel`.
 
     Attributes:
         is_on: the parameters with another value now.
@@ -74,6 +74,7 @@ class ParamViews:
         buffers: Tensors,
         *,
         units: Plan | None = None,
+        sizes: Mapping[str, Size] = {},
     ) -> None:
         self._buffers, self._n = buffers, int(num_updates()) if views else 0
         on = {name: tuple(view for view in own if self._n >= view.offset) for name, own in views.items()}
@@ -81,7 +82,7 @@ class ParamViews:
         self.relayed = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
         self._by_unit: dict[str, dict[str, Tensor]] = {}
         self._shared: dict[str, dict[str, Tensor]] = {}  # by parameter, the tensors that its views share
-        self._kept = kept_units(units, self.is_on) if units is not None and self.is_on else frozenset[str]()
+        self._kept = kept_units(units, self.is_on, sizes) if units is not None and self.is_on else frozenset[str]()
 
     def of(self, unit: UnitPlan, full: Callable[[], Tensors]) -> dict[str, Tensor]:
         """The values that differ from the parameters of a unit in use, by name.

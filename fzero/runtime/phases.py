@@ -129,7 +129,7 @@ def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> Accu
     work = ForwardBackward(
         run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
         hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
-        seen=ParamViews(run.changes.views, num_updates, state.buffers, units=run.plan),
+        seen=ParamViews(run.changes.views, num_updates, state.buffers, units=run.plan, sizes=run.changes.sizes),
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before, num_updates)

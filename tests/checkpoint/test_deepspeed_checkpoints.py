@@ -303,7 +303,7 @@ def test_a_converted_checkpoint_is_loaded_as_what_was_imported(
         return write(folder, number, fragments)
 
     write = checkpoint_format.write
-    monkeypatch.setattr(checkpoint_format, "write", counted)
+    monkeypatch.setattr("fzero.checkpoint.deepspeed.load.write", counted)
     assert main(["import-deepspeed", str(deepspeed.path(job)), str(tmp_path)]) == 0
     made = Path(capsys.readouterr().out.strip())
     assert made == tmp_path / f"step-{int(json.loads((made / 'fzero.json').read_text())['step'])}"

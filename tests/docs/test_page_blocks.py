@@ -12,7 +12,7 @@ from pages import ROOT, blocks, run_pages
 DOCS = ROOT / "docs"
 TUTORIAL = [DOCS / "tutorial" / f"{name}.md" for name in (
     "plain", "stage_3", "checkpoint", "plan", "traffic", "optimizer", "simulation")]  # fmt: skip
-FOLLOWED = [DOCS / "start.md", *sorted((DOCS / "recipes").glob("*.md"))]
+FOLLOWED = [DOCS / "start.md", DOCS / "concepts" / "transforms.md", *sorted((DOCS / "recipes").glob("*.md"))]
 
 
 @pytest.mark.long

@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, str] = {
     "model": "sharding common",
     "runtime": f"{CORE} state verbs storage model",
     "pipeline": f"{CORE} state verbs storage model runtime transforms",
-    "transforms": f"{CORE} model runtime graph",
+    "transforms": f"{CORE} state model runtime graph",
     "graph": f"{CORE} state verbs storage model runtime",
     "parallelism": f"{CORE} runtime pipeline graph estimation",
     "step": f"{CORE} state verbs storage model runtime graph transforms parallelism",

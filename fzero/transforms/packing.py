@@ -1,0 +1,122 @@
+"""`packed`: frozen weights stored in 8 or 4 bits, as bytes with a scale for each group; modules see the numbers.
+
+Numbers are those of `fzero.compression.formulas.quantize` (symmetric), so that stage 3 shards and gathers a quarter or an
+eighth of the bytes of fp32, and a module computes as with the rounded weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fzero.compression.formulas import quantize
+from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors
+from fzero.transforms.matching import Patterns, add_param, added_to, patterns_of, shape_of, weight_of, weights_of
+
+if TYPE_CHECKING:
+    from fzero.runtime.step_spec import StepSpec
+
+
+def groups_of(shape: tuple[int, ...], group: int) -> tuple[int, int]:
+    """The shape of the scales: rows, and groups of a row; a row that `group` does not divide is one group."""
+    columns = math.prod(shape[1:])
+    return shape[0], 1 if columns % group else columns // group
+
+
+def pack(weight: Tensor, bits: int, group: int) -> tuple[Tensor, Tensor]:
+    """A weight's bytes (two numbers each, for 4 bits), and the scales of its groups."""
+    rows, groups = groups_of(tuple(weight.shape), group)
+    wide = weight.detach().float().reshape(rows, groups, -1)
+    scale = wide.abs().amax(-1) * (2 / 2**bits)
+    steps = quantize(wide, bits, rows * groups, symmetric=True) / scale.masked_fill(scale == 0, 1).unsqueeze(-1)
+    codes = (steps.round() + 2 ** (bits - 1)).to(torch.uint8).flatten()
+    return (codes if bits == 8 else codes[::2] | codes[1::2] << 4), scale.to(weight.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Unpacked:
+    """The view of packed bytes as the numbers (see `ParamView`)."""
+
+    scale: str
+    shape: tuple[int, ...]
+    bits: int
+    offset: int = 0
+    trains: tuple[str, ...] = ()
+    needs_input: bool = False
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """See `ParamView`."""
+        return (self.scale,)
+
+    def shared(self, x: Tensor, tensors: Tensors) -> Tensors:
+        """See `ParamView`."""
+        return {}
+
+    def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
+        """See `ParamView`."""
+        if x.dtype != torch.uint8:
+            raise ValueError(
+                f"packed: must come before other transforms of {self.scale!r}'s weight; move it to the front"
+            )
+        scale = tensors[self.scale]
+        codes = x if self.bits == 8 else torch.stack([x & 15, x >> 4], -1)
+        numbers: Tensor = codes.reshape(*scale.shape, -1).to(scale.dtype) - 2 ** (self.bits - 1)
+        return (numbers * scale.unsqueeze(-1)).reshape(self.shape)
+
+    def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
+        """See `ParamView`: nothing trains bytes."""
+        return Pulled(grad)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The transform of `packed`."""
+
+    patterns: tuple[str, ...]
+    bits: Literal[8, 4]
+    group: int
+
+    def __call__(self, spec: StepSpec) -> Changes:
+        """See `ModelTransform`. It replaces each weight by its bytes, once, and adds `weight_scale`."""
+        views: dict[str, tuple[Unpacked]] = {}
+        for name, modules in weights_of(spec.model, "packed", self.patterns).items():
+            weight, shape, scale = weight_of(modules[0]), shape_of(modules[0]), f"{name}_scale"
+            if weight.is_meta or (math.prod(shape) * self.bits) % 8:
+                why = "its values" if weight.is_meta else "an even number of elements"
+                raise ValueError(
+                    f"packed: {name!r} must have {why}, got {weight.device}, {shape}; leave it out, or load weights"
+                )
+            if weight.dtype != torch.uint8:
+                codes, scales = pack(weight, self.bits, self.group)
+                add_param(modules[0], "weight_scale", scales, field="packed", trained=False)
+                replaced = nn.Parameter(codes, requires_grad=False)
+                for module in modules:
+                    module._parameters["weight"] = replaced
+                    added_to(module)["weight"] = shape
+            elif weight.numel() * 8 != math.prod(shape) * self.bits:
+                raise ValueError(
+                    f"packed: {name!r} must be packed once, got bits={self.bits} of another width; build it anew"
+                )
+            views[name] = (Unpacked(scale, shape, self.bits),)
+        sizes = {name: Size(math.prod(view.shape), view.scale) for name, (view,) in views.items()}
+        added = frozenset(view.scale for (view,) in views.values())
+        return Changes(name="packed", text=str(self), views=views, sizes=sizes, added=added)
+
+
+def packed(pattern: Patterns, *, bits: Literal[8, 4] = 8, group: int = 64) -> Packed:
+    """Stores weights in few bits and freezes them. The model then needs a step to compute; `merged` gives its weights back.
+
+    Args:
+        pattern: names of modules with a `weight`, with `*` for any part.
+        group: the elements of a row that share a scale.
+    """
+    if bits not in (8, 4):
+        raise ValueError(f"packed: bits must be 8 or 4, got {bits!r}; pass one of these")
+    if type(group) is not int or group < 1:
+        raise ValueError(f"packed: group must be a positive integer, got {group!r}; pass 64, say")
+    return Packed(patterns_of("packed", pattern), bits, group)

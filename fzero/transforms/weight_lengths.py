@@ -1,0 +1,58 @@
+"""`weight_norm`: a weight as length times direction, g · v / ‖v‖ (Salimans and Kingma 2016), where g is trained beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fzero.model.transforms import Changes, Tensors
+from fzero.transforms.matching import Patterns, add_param, patterns_of, weight_of, weights_of
+from fzero.transforms.views import FunctionView
+
+if TYPE_CHECKING:
+    from fzero.runtime.step_spec import StepSpec
+
+
+def lengths(weight: Tensor) -> Tensor:
+    """The norm of each output's row, with the dimensions of the weight."""
+    return weight.square().sum(dim=tuple(range(1, weight.dim())), keepdim=True).sqrt()
+
+
+def normed(v: Tensor, g: Tensor) -> Tensor:
+    """Rows of the lengths `g` in the directions of `v`."""
+    return v * (g / lengths(v))
+
+
+@dataclass(frozen=True)
+class WeightNorm:
+    """The transform of `weight_norm`."""
+
+    patterns: tuple[str, ...]
+
+    def __call__(self, spec: StepSpec) -> Changes:
+        """See `ModelTransform`. It adds `weight_g` to each module; the weight itself is v."""
+        found = weights_of(spec.model, "weight_norm", self.patterns)
+        of = {f"{name}_g": name for name in found}
+        for name, (module, *_) in found.items():
+            if not weight_of(module).is_floating_point():
+                raise ValueError(
+                    f"weight_norm: needs a weight with a gradient, got {name!r} in bits; apply it to others"
+                )
+            add_param(module, "weight_g", lengths(weight_of(module).detach()), field="weight_norm")
+
+        def first(weights: Tensors) -> dict[str, Tensor]:
+            return {g: lengths(weights[name]) for g, name in of.items() if name in weights}
+
+        views = {name: (FunctionView(normed, (g,)),) for g, name in of.items()}
+        return Changes(name="weight_norm", text=str(self), views=views, added=frozenset(of), first_params=first)
+
+
+def weight_norm(pattern: Patterns) -> WeightNorm:
+    """Trains length and direction of each output's row apart: modules see g · v / ‖v‖. g begins as ‖v‖, which changes nothing.
+
+    Args:
+        pattern: names of modules with a `weight`, with `*` for any part.
+    """
+    return WeightNorm(patterns_of("weight_norm", pattern))
