@@ -186,7 +186,7 @@ def start_gather(
         shard: `buffer.flow.param_numel` elements.
         out: the result is written here; None makes a new tensor.
     """
-    own = hooks.gather if buffer.trainable else hooks.frozen
+    own = hooks.of_gathers(buffer.dtypes.param, trained=buffer.trainable)
     return mesh.start_all_gather(shard, out, along(mesh.axes, buffer.flow.gathers_over), hooks=own, label=label)
 
 

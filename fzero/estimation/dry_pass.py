@@ -143,7 +143,7 @@ class DryPass:
                 end = max(end, fetched)
                 continue
             full.append(ledger.take("gathers", buffer.padded_numel, buffer.dtypes.param))
-            hooks = plan.comm_hooks.gather if buffer.trainable else plan.comm_hooks.frozen
+            hooks = plan.comm_hooks.of_gathers(buffer.dtypes.param, trained=buffer.trainable)
             if ledger.device == "cpu":  # this rank copies its own shard into the full buffer
                 ledger.touch(2 * ledger.nbytes_of(buffer.params))
             what = buffer.padded_numel, buffer.flow.gathers_over, buffer.dtypes.param

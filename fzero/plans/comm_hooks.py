@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero.comms.comm_hooks import CommHook
+from sharding.views import torch_dtype
 
 ByAxis = Mapping[str, CommHook]
 GivenHook = CommHook | ByAxis | None
@@ -31,6 +32,10 @@ class CommHooks:
 
     def __bool__(self) -> bool:
         return bool(self.gather or self.frozen or self.reduce)
+
+    def of_gathers(self, dtype: str, *, trained: bool) -> ByAxis:
+        """Those for gathers of parameters; codes (packed weights) are no numbers to round, and are sent exactly."""
+        return (self.gather if trained else self.frozen) if torch_dtype(dtype).is_floating_point else {}
 
     def __str__(self) -> str:
         parts = {"gathers": self.gather, "gathers of frozen parameters": self.frozen, "reductions": self.reduce}

@@ -85,7 +85,7 @@ class _Sent(NamedTuple):
 def _sent(buffer: FlatParamPlan, hooks: CommHooks, num_micro_steps: int, *, in_backward: bool) -> Iterator[_Sent]:
     """The collectives of one flat buffer in a step."""
     flow, numel, param, grad = buffer.flow, buffer.padded_numel, buffer.dtypes.param, buffer.flow.send_dtype
-    gather = hooks.gather if buffer.trainable else hooks.frozen
+    gather = hooks.of_gathers(param, trained=buffer.trainable)
     phases: tuple[Collective, ...] = ("all_gather in the forward", "all_gather in the backward")
     times = 1 if flow.gathers_once else num_micro_steps
     for phase in phases[: 1 + (in_backward and not flow.gathers_once)]:
