@@ -231,6 +231,26 @@ class ModelTransform(Protocol):
     def __call__(self, spec: TransformedStep, /) -> Changes: ...
 
 
+def added_to(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The parameters that transforms have added to a module or replaced, each with its shape, or that of its value."""
+    found: dict[str, tuple[int, ...]] = module.__dict__.setdefault("fzero_added", {})
+    return found
+
+
+def checked(changes: Changes, model: nn.Module) -> Changes:
+    """The changes, whose views are of parameters of the model; marks what they have added, which no later transform freezes."""
+    params = dict(model.named_parameters())
+    if unknown := next((name for name in changes.views if name not in params), None):
+        raise ValueError(
+            f"transforms: views must be of parameters by the first of their names, got {unknown!r} from {changes.name!r}; "
+            f"names look like {', '.join([*params][:4])}"
+        )
+    for name in params.keys() & changes.added:
+        module, _, key = name.rpartition(".")
+        added_to(model.get_submodule(module)).setdefault(key, tuple(params[name].shape))
+    return changes
+
+
 class AllChanges:
     """The changes of all transforms of a step, as one."""
 

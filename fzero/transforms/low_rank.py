@@ -76,7 +76,8 @@ class Lora:
                 value = like if like.is_meta else first(spec.seed, full, like)
                 matching.add_param(module, full[-6:], value, field="lora")
             views[name] = (LowRank(trained, self.alpha / self.rank, is_transposed),)
-        matching.freeze_but_added(spec.model, "lora: trains", self.trains)
+        trains = [pattern for one in (self, *spec.transforms) if isinstance(one, Lora) for pattern in one.trains]
+        matching.freeze_but_added(spec.model, "lora: trains", trains)
         added = frozenset(name for (view,) in views.values() for name in view.reads)
         return Changes(
             name="lora", text=str(self), views={k: (*(base.views[k] if base else ()), *v) for k, v in views.items()},

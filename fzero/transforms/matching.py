@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from fzero.model.transforms import added_to
+
 Patterns = str | Sequence[str]
 """Names of modules, with `*` for any part; a name may match several."""
 
@@ -58,12 +60,6 @@ def shape_of(module: nn.Module) -> tuple[int, ...]:
     """The shape of a module's weight, as its forward sees it; empty if it has none."""
     weight = module._parameters.get("weight")
     return () if weight is None else added_to(module).get("weight", tuple(weight.shape))
-
-
-def added_to(module: nn.Module) -> dict[str, tuple[int, ...]]:
-    """The parameters that transforms have added to a module or replaced, each with its shape, or that of its value."""
-    found: dict[str, tuple[int, ...]] = module.__dict__.setdefault("fzero_added", {})
-    return found
 
 
 def add_param(module: nn.Module, key: str, value: Tensor, *, field: str, trained: bool = True) -> None:

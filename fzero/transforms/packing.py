@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
-from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors
-from fzero.transforms.matching import Patterns, add_param, added_to, patterns_of, shape_of, weight_of, weights_of
+from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors, added_to
+from fzero.transforms.matching import Patterns, add_param, patterns_of, shape_of, weight_of, weights_of
 
 if TYPE_CHECKING:
     from fzero.runtime.step_spec import StepSpec

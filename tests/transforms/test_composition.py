@@ -1,0 +1,92 @@
+"""Transforms beside others: each of them trains, sees and sends what it does alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compressing import data, net
+from torch import Tensor, nn
+
+import fzero
+from fzero.transforms import Changes, FunctionView, ModelTransform, lora, merged, packed
+
+
+def settings(stage: int = 0, num_ranks: int = 1) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    return {"zero_optimization": zero, "optimizer": sgd, "train_micro_batch_size_per_gpu": 16 // num_ranks}
+
+
+def bounded(spec: Any) -> Changes:
+    """Modules see tanh(s)·W, with a trained number s for each block's `out`."""
+    views, added = {}, set[str]()
+    for name, module in spec.model.named_modules():
+        if name.endswith(".out"):
+            if not hasattr(module, "size"):
+                module.register_parameter("size", nn.Parameter(torch.ones(())))
+            views[f"{name}.weight"] = (FunctionView(lambda w, s: s.tanh() * w, (f"{name}.size",)),)
+            added.add(f"{name}.size")
+    return Changes(name="bounded", views=views, added=frozenset(added), first_value=lambda name, like: torch.ones(()))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("order", [0, 1])
+def test_what_a_transform_of_ones_own_adds_stays_trained_beside_adapters(order: int) -> None:
+    """In either order, and where the transforms are called once more for a model (a simulation does)."""
+    transforms: list[ModelTransform] = [lora("*.up", 2), bounded]
+    model = net()
+    for _ in range(2):
+        step = fzero.make_train_step(model, settings(), transforms=transforms[:: 1 - 2 * order])
+        before = step.gather(step.init())
+        found = step.gather(step(step.init(), data(0))[0])
+        moved = {name for name, x in found.items() if not torch.equal(x, before[name])}
+        assert moved == {f"blocks.{i}.{name}" for i in range(2) for name in ("mlp.up.lora_B", "out.size")}
+
+
+def test_several_adapters_train_what_each_of_them_names() -> None:
+    step = fzero.make_train_step(
+        net(), settings(), transforms=[lora("*.up", 2, trains="head.*"), lora("*.out", 2, trains="blocks.0.out.bias")]
+    )
+    trained = {name for name, param in step.spec.model.named_parameters() if param.requires_grad and "lora" not in name}
+    assert trained == {"head.weight", "head.bias", "blocks.0.out.bias"}
+
+
+@pytest.mark.parametrize("name", ["head.weight", "foot.weight"])
+def test_a_view_of_no_parameter_or_of_a_second_name_is_an_error(name: str) -> None:
+    def other(spec: Any) -> Changes:
+        return Changes(name="other", views={name: (FunctionView(torch.tanh),)})
+
+    with pytest.raises(ValueError, match=f"by the first of their names, got '{name}' from 'other'; .* table.weight"):
+        fzero.make_train_step(Tied(), settings(), transforms=[other])
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("key", ["zero_quantized_weights", "zero_quantized_nontrainable_weights"])
+def test_quantized_gathers_leave_packed_bytes_as_they_are(key: str, bits: Any) -> None:
+    """Two numbers in a byte are no number that a codec may round. The scales are equal, so that their block keeps them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))
+    with torch.no_grad():
+        model[0].weight[:, 0] = 1.0  # the largest of each row
+        model[0].weight[:, 1:].clamp_(-0.5, 0.5)
+    cfg = settings(3, num_ranks=2)
+    cfg["zero_optimization"][key] = True
+    seen: list[Tensor] = []
+
+    def loss(net: nn.Module, x: Tensor) -> Tensor:
+        seen.append(net[0].weight.detach().clone())
+        return net(x).sum()
+
+    step = fzero.make_train_step(model, cfg, loss_fn=loss, transforms=[packed("0", bits=bits)])
+    ranks = fzero.simulate(step, 2, by="lockstep")
+    state = ranks.init()
+    ranks.evaluate(state, torch.ones(2, 8, 16))
+    torch.testing.assert_close(seen[0], merged(step, ranks.gather(state))["0.weight"], rtol=1e-6, atol=0)
