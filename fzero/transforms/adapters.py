@@ -128,6 +128,12 @@ def load_adapter(step: Step, folder: str | Path) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     adapters, config = _adapters(step, "load_adapter"), json.loads(Path(folder, CONFIG).read_text())
+    for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
+        if config.get(key):
+            raise ValueError(
+                f"load_adapter: {CONFIG} must have no {key!r}, which asks for other weights than W + alpha/r·BA, got "
+                f"{config[key]!r}; merge this adapter with peft, and load the weights"
+            )
     scale, file = config["lora_alpha"] / config["r"], load_file(Path(folder, WEIGHTS))
     found: dict[str, Tensor] = {}
     for one in adapters:

@@ -118,6 +118,18 @@ def test_training_goes_on_from_a_file(bits: Any, tmp_path: Path) -> None:
     assert other.evaluate(again, tokens(9)) == step.evaluate(state, tokens(9))
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("use_rslora", True), ("use_dora", True), ("alpha_pattern", {"up": 8}), ("rank_pattern", {"up": 4})],
+)
+def test_adapters_that_compute_otherwise_are_errors(key: str, value: Any, tmp_path: Path) -> None:
+    step, _ = trained(str(tmp_path), 0)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match=f"must have no '{key}', which asks for other weights"):
+        load_adapter(step, tmp_path)
+
+
 def test_other_adapters_are_errors(tmp_path: Path) -> None:
     trained(str(tmp_path), 0)
 
