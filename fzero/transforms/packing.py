@@ -98,9 +98,11 @@ class Packed:
                 for module in modules:
                     module._parameters["weight"] = replaced
                     added_to(module)["weight"] = shape
-            elif weight.numel() * 8 != math.prod(shape) * self.bits:
+            elif (weight.numel() * 8, modules[0].weight_scale.shape) != (
+                math.prod(shape) * self.bits, groups_of(shape, self.group),
+            ):  # fmt: skip
                 raise ValueError(
-                    f"packed: {name!r} must be packed once, got bits={self.bits} of another width; build it anew"
+                    f"packed: {name!r} must be packed once, got bits={self.bits}, group={self.group} after others; build it anew"
                 )
             views[name] = (Unpacked(scale, shape, self.bits),)
         sizes = {name: Size(math.prod(view.shape), view.scale) for name, (view,) in views.items()}

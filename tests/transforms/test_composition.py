@@ -8,9 +8,10 @@ import pytest
 import torch
 from compressing import data, net
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 import fzero
-from fzero.transforms import Changes, FunctionView, ModelTransform, lora, merged, packed
+from fzero.transforms import Changes, FunctionView, ModelTransform, lora, merged, packed, weight_norm
 
 
 def settings(stage: int = 0, num_ranks: int = 1) -> dict[str, Any]:
@@ -90,3 +91,26 @@ def test_quantized_gathers_leave_packed_bytes_as_they_are(key: str, bits: Any) -
     state = ranks.init()
     ranks.evaluate(state, torch.ones(2, 8, 16))
     torch.testing.assert_close(seen[0], merged(step, ranks.gather(state))["0.weight"], rtol=1e-6, atol=0)
+
+
+def test_a_weight_with_its_input_first_has_a_length_for_each_output() -> None:
+    torch.manual_seed(0)
+    model, linear = nn.Sequential(Conv1D(6, 4)), nn.Linear(4, 6)
+    linear.weight.data, linear.bias.data = model[0].weight.detach().t().clone(), model[0].bias.detach().clone()
+    found = []
+    for each in (model, nn.Sequential(linear)):
+        step = fzero.make_train_step(
+            each, settings(), loss_fn=lambda net, x: net(x).square().mean(), transforms=[weight_norm("*")]
+        )
+        state, _ = step(step.init(), torch.randn(16, 4, generator=torch.Generator().manual_seed(0)))
+        found.append(merged(step, step.gather(state))["0.weight"])
+    torch.testing.assert_close(found[0], found[1].t(), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", [{"bits": 4, "group": 16}, {"bits": 8, "group": 8}])
+def test_a_weight_is_packed_in_one_way(how: dict[str, Any]) -> None:
+    model = nn.Sequential(nn.Linear(16, 4))
+    for _ in range(2):
+        fzero.make_train_step(model, settings(), transforms=[packed("*", group=16)])
+    with pytest.raises(ValueError, match=f"must be packed once, got bits={how['bits']}, group={how['group']}"):
+        fzero.make_train_step(model, settings(), transforms=[packed("*", **how)])
