@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -50,7 +51,7 @@ def configured(
     if drop is not None:
         found.append(DroppedTokens(drop))
     if cfg.curriculum_learning is not None and cfg.curriculum_learning.enabled:
-        found.append(truncated_inputs)
+        found.append(TruncatedInputs())
     return tuple(found)
 
 
@@ -119,9 +120,15 @@ def of_step(
     return (*configured(cfg, given, compress=compress, drop=drop, checkpoint=checkpoint, compile=compile), *own)
 
 
-def truncated_inputs(spec: TransformedStep) -> Changes:
+@dataclass(frozen=True)
+class TruncatedInputs:
     """The transform of a curriculum of lengths: it changes no module, because batches follow it, and checks the step."""
-    schedule = spec.cfg.curriculum_learning.schedule()
-    if spec.compile is not None and isinstance(schedule, Root):
-        check_lengths("curriculum_learning", schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile)
-    return Changes(name="curriculum_learning")
+
+    field: str = "curriculum_learning"
+
+    def __call__(self, spec: TransformedStep) -> Changes:
+        """See `ModelTransform`."""
+        schedule = spec.cfg.curriculum_learning.schedule()
+        if spec.compile is not None and isinstance(schedule, Root):
+            check_lengths(self.field, schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile)
+        return Changes(name=self.field)
