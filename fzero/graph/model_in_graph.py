@@ -93,6 +93,7 @@ class ModelInGraph:
             if x.requires_grad != flags[name]:
                 raise flag_changed(name)
         check_unchanged(changed(buffers), self._run.learned.sharing)
+        self._run.changes.check_unread(changed(buffers))
 
     def value_and_grad(
         self, state: TrainState[Tensor], batch: Any, numbers: Tensor

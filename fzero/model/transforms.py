@@ -15,10 +15,12 @@ one. So `[a, b]` is `b(a(model))`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
+from types import FunctionType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -239,11 +241,22 @@ def added_to(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 def checked(changes: Changes, model: nn.Module) -> Changes:
     """The changes, whose views are of parameters of the model; marks what they have added, which no later transform freezes."""
+    if not isinstance(changes, Changes):
+        raise ValueError(
+            f"transforms: must return fzero.transforms.Changes, got a {type(changes).__name__}; return what the transform changes"
+        )
     params = dict(model.named_parameters())
     if unknown := next((name for name in changes.views if name not in params), None):
         raise ValueError(
             f"transforms: views must be of parameters by the first of their names, got {unknown!r} from {changes.name!r}; "
             f"names look like {', '.join([*params][:4])}"
+        )
+    read = (key for views in changes.views.values() for view in views for key in view.reads)
+    every = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    if unknown := next((key for key in (*read, *changes.added) if key not in every), None):
+        raise ValueError(
+            f"transforms: reads, trains and added must name parameters or buffers of the model, got {unknown!r} from "
+            f"{changes.name!r}; register it in its module first"
         )
     for name in params.keys() & changes.added:
         module, _, key = name.rpartition(".")
@@ -270,6 +283,7 @@ class AllChanges:
             raise ValueError(
                 f"transforms: must add a tensor once, got two that add {twice!r}; let one module have one of them"
             )
+        self.reads = frozenset(key for own in self.views.values() for view in own for key in view.reads)
         self.ranges = frozenset[str]().union(*(one.ranges for one in changes))
         self.made_buffers = frozenset[str]().union(*(one.made_buffers for one in changes))
         self.is_by_forward = any(one.is_by_forward for one in changes)
@@ -282,9 +296,20 @@ class AllChanges:
         """The settings of each transform, by name; of several with one name, by number."""
         texts: dict[str, str] = {}
         for one in self._changes:
-            number = sum(key.partition(" ")[0] == one.name for key in texts)
-            texts[f"{one.name} {number + 1}" if number else one.name] = one.text
+            key, number = one.name, 1
+            while key in texts:
+                number += 1
+                key = f"{one.name} {number}"
+            texts[key] = one.text
         return texts
+
+    def check_unread(self, changed: Collection[str]) -> None:
+        """Raises ValueError where views read a buffer that forwards change: its value depends on when it is read."""
+        if found := self.reads.intersection(changed):
+            raise ValueError(
+                f"buffer {min(found)!r}: must not change in a forward where a view of a transform reads it, and did; make it a "
+                f"parameter, or change it between steps"
+            )
 
     def constants(self, n: int) -> tuple[Hashable, ...]:
         """What a graph of a step with n updates behind it holds as constants."""
@@ -325,6 +350,8 @@ class AllChanges:
                     if not any(module is other for other in wrapped):
                         wrapped.append(module)
                         forward = wrap(name, module)
+                        if not isinstance(forward, FunctionType):
+                            forward = _function(forward)
                         forward.__dict__["fzero_bound"] = True  # a graph does not depend on it as on the model's own
                         own.append((module, own_forward(module)))
                         module.__dict__["forward"] = forward
@@ -333,3 +360,12 @@ class AllChanges:
             for module, forward_before in reversed(own):
                 module.__dict__.pop("forward", None)
                 module.__dict__.update(forward_before)
+
+
+def _function(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls a method or another object, which may have no attributes of its own."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return call

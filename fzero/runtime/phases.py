@@ -281,6 +281,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     if moving is None:  # kernels such as BatchNorm's change a buffer without its version
         changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
     check_unchanged(changed, learned.sharing)
+    run.changes.check_unread(changed)
     # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
     has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
     learned.moving_buffers = make_equal(

@@ -89,6 +89,8 @@ def of_step(
     Raises:
         ConfigError: a transform is none, or the configuration asks for dropped tokens, and no layer is marked for it.
     """
+    if not isinstance(given, Sequence):
+        raise ValueError(f"transforms: must be a list, got {given!r}; pass [it]")
     for index, one in enumerate(given):
         if not callable(one):
             raise ValueError(

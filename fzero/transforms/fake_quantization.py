@@ -11,7 +11,7 @@ from fzero.compression.inputs import quantizing
 from fzero.compression.techniques import Quantize, QuantizeInput
 from fzero.model.transforms import Call, Changes, Wrap
 from fzero.plans.units import blocks_of
-from fzero.transforms.matching import Patterns, patterns_of, shape_of, weights_of
+from fzero.transforms.matching import Patterns, is_input_first, patterns_of, shape_of, weights_of
 
 if TYPE_CHECKING:
     from fzero.runtime.step_spec import StepSpec
@@ -43,6 +43,10 @@ class QuantizationAware:
         views = {}
         if (bits := self.weight_bits) is not None:
             for name, (module, *_) in found.items():
+                if self.per == "channel" and is_input_first(module):
+                    raise ValueError(
+                        f"quantization_aware: per must be 'tensor' for {name!r}, whose rows are inputs (Conv1D), got 'channel'"
+                    )
                 groups = shape_of(module)[0] if self.per == "channel" else 1
                 views[name] = (Quantize(bits, bits, offset=self.offset, num_groups=groups),)
         of_inputs = dict.fromkeys(inputs, QuantizeInput(self.activation_bits or 0, symmetric=True, offset=self.offset))

@@ -235,7 +235,7 @@ def test_help_names_every_command_with_an_example(capsys: pytest.CaptureFixture[
     assert main(["--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     for command in COMMANDS:
-        assert any(line.startswith(f"  {command} ") and f"fzero {command} " in line for line in lines), command
+        assert any(line.startswith(f"  {command} ") and f"fzero {command} " in f"{line} " for line in lines), command
 
 
 def test_fzero_plan_prints_a_table_or_json(capsys: pytest.CaptureFixture[str]) -> None:

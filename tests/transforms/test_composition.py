@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -114,3 +115,66 @@ def test_a_weight_is_packed_in_one_way(how: dict[str, Any]) -> None:
         fzero.make_train_step(model, settings(), transforms=[packed("*", group=16)])
     with pytest.raises(ValueError, match=f"must be packed once, got bits={how['bits']}, group={how['group']}"):
         fzero.make_train_step(model, settings(), transforms=[packed("*", **how)])
+
+
+class Moving(nn.Module):
+    """A layer with a buffer that its forward moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.c = nn.Parameter(torch.ones(3)), torch.nn.Buffer(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.c.add_(0.25)
+        return (self.weight * x).sum()
+
+
+@dataclass(frozen=True)
+class ReadsABuffer:
+    """W · (1 + c)."""
+
+    offset: int = 0
+    reads: tuple[str, ...] = ("c",)
+    trains: tuple[str, ...] = ()
+    needs_input: bool = True
+
+    def shared(self, x: Tensor, tensors: Any) -> Any:
+        return {}
+
+    def value(self, x: Tensor, tensors: Any, n: Any) -> Tensor:
+        return x * (1 + tensors["c"])
+
+    def pulled(self, grad: Any, x: Any, tensors: Any, n: Any) -> Any:
+        return fzero.transforms.pulled_by_autograd(self, grad, x, tensors, n)
+
+
+@pytest.mark.parametrize("compile", [None, "step"])
+def test_a_view_of_a_buffer_that_a_forward_moves_is_refused(compile: Any) -> None:
+    """Runners would read it before and after the forwards of a window."""
+    step = fzero.make_train_step(
+        Moving(), {"zero_optimization": {"stage": 1}}, compile=compile, compile_backend="aot_eager",
+        transforms=[lambda spec: fzero.transforms.Changes(name="scaled", views={"weight": (ReadsABuffer(),)})],
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="'c': must not change in a forward where a view of a transform reads it"):
+        step(step.init(), torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("transform", "rule"),
+    [
+        (lambda spec: None, "must return fzero.transforms.Changes, got a NoneType"),
+        (lambda spec: fzero.transforms.Changes(name="x", added=frozenset({"gone"})), "got 'gone' from 'x'"),
+        (lambda spec: fzero.transforms.Changes(name="x", views={"c": ()}), "views must be of parameters"),
+    ],
+)
+def test_what_a_transform_returns_is_checked(transform: Any, rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        fzero.make_train_step(Moving(), {}, transforms=[transform])
+    with pytest.raises(ValueError, match="must be a list"):
+        fzero.make_train_step(Moving(), {}, transforms=transform)
+
+
+def test_transforms_of_one_name_are_told_apart() -> None:
+    same = [lambda spec, text=text: fzero.transforms.Changes(name="two words", text=text) for text in "ab"]
+    step = fzero.make_train_step(Moving(), {}, transforms=same)
+    assert step.runtime.changes.texts == {"two words": "a", "two words 2": "b"}
