@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fzero.common.arguments import check_model
 from fzero.compression.matching import compression
 from fzero.compression.plan import CompressionPlan
 from fzero.config.config import Config, ConfigError, ConfigWarning
@@ -89,6 +90,7 @@ def of_step(
     Raises:
         ConfigError: a transform is none, or the configuration asks for dropped tokens, and no layer is marked for it.
     """
+    check_model(model)
     if not isinstance(given, Sequence):
         raise ValueError(f"transforms: must be a list, got {given!r}; pass [it]")
     for index, one in enumerate(given):

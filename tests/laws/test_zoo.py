@@ -251,8 +251,8 @@ def test_a_model_trains_with_captured_blocks_like_the_plain_loop_or_is_refused(r
 
 ROUNDS_MORE = {
     "Containers": 1e-2, "norm_without_statistics": 1e-2,  # a norm of few values: 1e-13 in fp64
-    "AutocastInside": 1e-2, "AutocastToggled": 1e-2, "AutocastOfTwoUses": 1e-2, "TrainedInBfloat16": 1e-2,  # 16 bits: one
-    # rounding is 4e-3 of a number
+    "AutocastInside": 1e-2, "AutocastToggled": 1e-2, "AutocastOfTwoUses": 1e-2, "TrainedInBfloat16": 1e-2,
+    "MixedDtypes": 1e-2,  # 16 bits: one rounding is 4e-3 of a number
 }  # fmt: skip
 """The largest difference of weights where batched products round otherwise and the model makes more of it."""
 
@@ -284,7 +284,12 @@ def test_a_model_trains_as_a_dimension_like_the_plain_loop_or_is_refused(name: s
     except VmapError:
         return
     except ValueError as error:
-        assert re.search("|".join(filter(None, (case.refused, "^simulate: ", "in one graph"))), str(error)), error
+        assert re.search(
+            "|".join(
+                filter(None, (case.refused, "^simulate: ", "in one graph", "must get no attribute in the forward"))
+            ),
+            str(error),
+        ), error
         return
     plain = plainly_trained(case, SEED, rngs)
     assert max(differences(found, plain).values(), default=0) <= max(1e-5, ROUNDS_MORE.get(name, 0))

@@ -111,7 +111,7 @@ CHOSEN = (
     Fault(RUNTIME, "_buffer", "_from_rank_0(flat_P, world, buffer.key)", "flat_P", "ranks begin with their own values"),
     Fault(RUNTIME, "_check_state", "run.flags.check()", "pass", "a parameter frozen later is not noticed"),
     # pipelines
-    Fault(PIPES, "joined", "by_stage[stage, place]", "by_stage[0, place]", "the norm is that of the first stage"),
+    Fault(PIPES, "norm_parts", "by_stage[stage, place]", "by_stage[0, place]", "the norm is that of the first stage"),
     Fault(PIPES, "_check_progress", "and event not in sent", "and False", "an order that hangs passes the checker"),
     Fault(PIPES, "first_name", "min(found, key", "max(found, key", "the last parameter with an overflow, not the first"),
     # storage
