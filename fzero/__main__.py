@@ -232,7 +232,7 @@ def tune(arguments: list[str]) -> int:
 
 def try_here(arguments: list[str]) -> int:
     """Tries fzero in this environment; 1 when something fails."""
-    from fzero.cli.self_test import test
+    from fzero.cli.works_here import test
 
     return test(arguments)
 

@@ -273,7 +273,7 @@ def _devices(num_procs: int) -> Iterator[tuple[str, int]]:
 
 def run(folder: Path, device: str, num_ranks: int) -> list[Result]:
     """Starts the ranks; the results of each check, of the rank that fares worst."""
-    program = ["--no_python", sys.executable, "-m", "fzero.cli.self_test", str(folder), device, str(num_ranks)]
+    program = ["--no_python", sys.executable, "-m", "fzero.cli.works_here", str(folder), device, str(num_ranks)]
     command = [sys.executable, "-m", "fzero", "run", "--timeout", "30", "--num_procs", str(num_ranks), *program]
     with (folder / f"{device}.log").open("w") as out:
         try:

@@ -12,8 +12,8 @@ from ranks import RankPool
 
 import fzero
 from fzero.__main__ import main
-from fzero.cli import self_test
-from fzero.cli.self_test import CHECKS, Result, results_of
+from fzero.cli import works_here
+from fzero.cli.works_here import CHECKS, Result, results_of
 from fzero.common.platforms import PLATFORMS, platform_here
 from fzero.common.text_tables import as_text
 
@@ -26,8 +26,8 @@ def _on_rank(folder: str, breaks: str | None) -> int:
         if breaks is not None:
             right = getattr(fzero, breaks)
             patch.setattr(fzero, breaks, lambda *args: right(*args) + 1)
-            patch.setattr(self_test, "CHECKS", {name: CHECKS[name] for name in NAMES[1:3]})
-        return self_test.on_rank(Path(folder), "cpu", 2)
+            patch.setattr(works_here, "CHECKS", {name: CHECKS[name] for name in NAMES[1:3]})
+        return works_here.on_rank(Path(folder), "cpu", 2)
 
 
 def test_every_check_works_here(ranks: RankPool, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_the_slowest_rank_counts_and_the_report_says_what_is_slow(tmp_path: Path
     _write(tmp_path, [works(name) for name in NAMES], [works(name, 2.0, "a slow network") for name in NAMES])
     found = results_of(tmp_path, "cpu", 2, "")
     assert len(found) == len(NAMES) and all(result.seconds == 2.0 for result in found)
-    shown = as_text(self_test.report(found))
+    shown = as_text(works_here.report(found))
     assert "works, slow" in shown and f"slow: {NAMES[1]}: a slow network" in shown and "all works" in shown
 
 
@@ -90,7 +90,7 @@ def test_the_command_fails_where_a_check_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = [Result("ranks join", "cpu", "fails", 1.0, "RuntimeError: no")]
-    monkeypatch.setattr(self_test, "run", lambda *args: broken)
+    monkeypatch.setattr(works_here, "run", lambda *args: broken)
     assert main(["test", "--path", str(tmp_path)]) == 1
     shown = capsys.readouterr().out
     assert "RuntimeError: no" in shown and "1 of" in shown
