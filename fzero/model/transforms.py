@@ -6,8 +6,8 @@ A transform is a function of the arguments of a step (`StepSpec`: model, configu
 - `forwards`: other forwards of modules, while the model is bound;
 - tensors that it has added to modules, with their first values.
 
-All runners apply the same changes: the eager step, a captured graph, all ranks at once, generation and the dry run. Nothing in
-the model stays changed but the tensors that were added.
+All runners apply the same changes: the eager step, a captured graph, all ranks at once, generation and the dry run. In
+the model stay the tensors that were added; `lora` also freezes the others, and `packed` replaces weights by their bytes.
 
 Transforms compose in the order of their list: a view gets the value of the view before it, and a later forward wraps an earlier
 one. So `[a, b]` is `b(a(model))`.
@@ -220,11 +220,15 @@ class TransformedStep(Protocol):
     @property
     def compile_backend(self) -> Literal["inductor", "aot_eager"]: ...
     @property
+    def seed(self) -> int: ...
+    @property
+    def transforms(self) -> Sequence[Any]: ...
+    @property
     def device(self) -> torch.device: ...
 
 
 class ModelTransform(Protocol):
-    """A feature: what it changes in the model of a step. It may add tensors to modules, once, and changes nothing else.
+    """A feature: what it changes in the model of a step. It may add, freeze or replace tensors of modules, once.
 
     Raises:
         ConfigError, ValueError: the step cannot have it; names the field, the rule, the value and the fix.

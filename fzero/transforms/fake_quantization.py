@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from fzero.common.arguments import check_whole
 from fzero.compression.inputs import quantizing
 from fzero.compression.techniques import Quantize, QuantizeInput
-from fzero.model.transforms import Call, Changes, Wrap
+from fzero.model.transforms import Call, Changes, TransformedStep, Wrap
 from fzero.plans.units import blocks_of
 from fzero.transforms.matching import Patterns, is_input_first, patterns_of, shape_of, weights_of
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class QuantizationAware:
     per: Literal["channel", "tensor"]
     offset: int
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds nothing."""
         found = weights_of(spec.model, "quantization_aware", self.patterns)
         users = {id(module) for modules in found.values() for module in modules}

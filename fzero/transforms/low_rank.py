@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fzero.compression.added import salt_of
-from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors
+from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Tensors, TransformedStep
 from fzero.transforms import matching
 from fzero.transforms.matching import Patterns, patterns_of
 from fzero.transforms.packing import packed
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +59,7 @@ class Lora:
     bits: Literal[8, 4] | None
     group: int
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds `lora_A` and `lora_B` to each module, and freezes all else."""
         base = None if self.bits is None else packed(self.patterns, bits=self.bits, group=self.group)(spec)
         views: dict[str, tuple[LowRank]] = {}

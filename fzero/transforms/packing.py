@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
-from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors, added_to
+from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors, TransformedStep, added_to
 from fzero.transforms.matching import Patterns, add_param, patterns_of, shape_of, weight_of, weights_of
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
 
 
 def groups_of(shape: tuple[int, ...], group: int) -> tuple[int, int]:
@@ -81,7 +78,7 @@ class Packed:
     bits: Literal[8, 4]
     group: int
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It replaces each weight by its bytes, once, and adds `weight_scale`."""
         views: dict[str, tuple[Unpacked]] = {}
         for name, modules in weights_of(spec.model, "packed", self.patterns).items():

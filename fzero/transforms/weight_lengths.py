@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fzero.model.transforms import Changes, Tensors
+from fzero.model.transforms import Changes, Tensors, TransformedStep
 from fzero.transforms.matching import Patterns, add_param, is_input_first, patterns_of, weight_of, weights_of
 from fzero.transforms.views import FunctionView
-
-if TYPE_CHECKING:
-    from fzero.runtime.step_spec import StepSpec
 
 
 def lengths(weight: Tensor, outputs: int = 0) -> Tensor:
@@ -33,7 +29,7 @@ class WeightNorm:
 
     patterns: tuple[str, ...]
 
-    def __call__(self, spec: StepSpec) -> Changes:
+    def __call__(self, spec: TransformedStep) -> Changes:
         """See `ModelTransform`. It adds `weight_g` to each module; the weight itself is v."""
         found = weights_of(spec.model, "weight_norm", self.patterns)
         of = {f"{name}_g": name for name in found}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compressing import data, net
+from test_weight_views import bounded
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
@@ -19,18 +20,6 @@ def settings(stage: int = 0, num_ranks: int = 1) -> dict[str, Any]:
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     sgd = {"type": "SGD", "params": {"lr": 0.1}}
     return {"zero_optimization": zero, "optimizer": sgd, "train_micro_batch_size_per_gpu": 16 // num_ranks}
-
-
-def bounded(spec: Any) -> Changes:
-    """Modules see tanh(s)·W, with a trained number s for each block's `out`."""
-    views, added = {}, set[str]()
-    for name, module in spec.model.named_modules():
-        if name.endswith(".out"):
-            if not hasattr(module, "size"):
-                module.register_parameter("size", nn.Parameter(torch.ones(())))
-            views[f"{name}.weight"] = (FunctionView(lambda w, s: s.tanh() * w, (f"{name}.size",)),)
-            added.add(f"{name}.size")
-    return Changes(name="bounded", views=views, added=frozenset(added), first_value=lambda name, like: torch.ones(()))
 
 
 class Tied(nn.Module):
