@@ -130,6 +130,7 @@ def idle_lines(rows: Rows) -> list[str]:
             f"(goal: at most 3 %), {row['kernels']:.0f} kernels and copies; under torch.profiler, which slows the host. Longest:"
         )
         lines += [f"  - {gap['gap_ms']:.3f} ms before {gap['before']}" for gap in row["rows"]]
+        lines += [f"  - work: {x['ms']:.2f} ms in {x['times']:.0f} of {x['kernel']}" for x in row.get("work", ())[:12]]
     return [*lines, ""]
 
 

@@ -7,6 +7,7 @@ the machine has cores. Speeds have a lane to themselves.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import gpu_host as host
@@ -63,6 +64,9 @@ LAWS = {
     "between ranks": Row(between_ranks, 60, "ranks"),
     "a rank that stays away": Row(hang, 60, "ranks"),
     "compiled": Row(laws.compiled, 120, "compile"),
+    # They fill the compiler's cache for --speed, while the laws leave cores to it.
+    "a graph of the large model, stage 0": Row(speed.fzero_contender(0, "step"), 140, "graph 0"),
+    "a graph of the large model, stage 3": Row(speed.fzero_contender(3, "step"), 140, "graph 3"),
 }
 PLAIN, BLOCK, GRAPH = "plain, eager", "plain, blocks compiled", "plain, blocks compiled, CUDA graph"
 SPEED = {
@@ -70,22 +74,25 @@ SPEED = {
     "fzero, stage 0": Row(speed.fzero_contender(0), 40),
     "fzero, stage 3": Row(speed.fzero_contender(3), 40),
     BLOCK: Row(speed.plain(compiled=True), 60),
+    # In a process in which the profiler has run, a capture of a CUDA graph may end the process.
+    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),
     "fzero, stage 0, block": Row(speed.fzero_contender(0, "block"), 60),
     "fzero, stage 3, block": Row(speed.fzero_contender(3, "block"), 60),
-    "idle times, fzero, stage 0": Row(speed.gaps(0), 40),
     "fzero, stage 2": Row(speed.fzero_contender(2), 40),
     "FSDP2": Row(speed.fsdp2(compiled=False), 40),
     "FSDP2, blocks compiled": Row(speed.fsdp2(compiled=True), 60),
-    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),
     "fzero, stage 0, step": Row(speed.fzero_contender(0, "step"), 120),
     "fzero, stage 3, step": Row(speed.fzero_contender(3, "step"), 150),
     "fzero, stage 1": Row(speed.fzero_contender(1), 40),
-    "idle times, fzero, stage 3": Row(speed.gaps(3), 40),
     "plain, eager, CUDA graph": Row(speed.plain(graph=True), 40),
     "fzero, stage 1, block": Row(speed.fzero_contender(1, "block"), 60),
     "fzero, stage 2, block": Row(speed.fzero_contender(2, "block"), 60),
     "fzero, stage 1, step": Row(speed.fzero_contender(1, "step"), 120),
     "fzero, stage 2, step": Row(speed.fzero_contender(2, "step"), 120),
+    "idle times, plain": Row(speed.gaps(partial(speed.plain_contender, compiled=False)), 40),
+    "idle times, fzero, stage 0": Row(speed.gaps(partial(speed.fzero_step, stage=0)), 40),
+    "idle times, fzero, stage 3": Row(speed.gaps(partial(speed.fzero_step, stage=3)), 40),
+    "idle times, fzero, stage 3, block": Row(speed.gaps(partial(speed.fzero_step, stage=3, how="block")), 40),
     "planned peaks": Row(speed.planned, 120, "beside"),
 }
 NATIVE = "1.3B, state on the device"

@@ -74,7 +74,8 @@ def pinned(scale: Scale) -> dict[str, Any]:
     import fzero
 
     size = Size(64, 2, 2, 32, 2)
-    step = fzero.make_train_step(GPT(size).to(scale.device), config_of(size, 3, **ALL_ON_HOST))
+    cfg = config_of(size, 3, **ALL_ON_HOST, stage3_param_persistence_threshold=0)
+    step = fzero.make_train_step(GPT(size).to(scale.device), cfg)
     state, grown = step.init(), list[int]()
     for index in range(4):
         state, _ = step(state, tuple(x.to(scale.device) for x in make_batch(size, step=index, rank=0)))
@@ -122,7 +123,8 @@ def waits_of_step(stage: int, precision: dict[str, Any], after: int = 2) -> list
             state, _ = step(state, batch)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [f"{x.filename}:{x.lineno}" for x in seen if "synchroniz" in str(x.message)]
+    # PyTorch also warns once that this mode does not see every wait.
+    return [f"{x.filename}:{x.lineno}" for x in seen if "called a synchronizing" in str(x.message)]
 
 
 def overflow(scale: Scale) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def main() -> None:
 
     job, device = sys.argv[1:]
     if job == "absent":
-        os.environ["LOCAL_RANK"] = "0"
+        group_of_one_card()
     elif device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     axis = fzero.join(device)
@@ -105,6 +105,17 @@ def main() -> None:
     if axis.rank == 0:
         print(FOUND + json.dumps(found), flush=True)
     fzero.shutdown()
+
+
+def group_of_one_card() -> None:
+    """Two ranks in a group of NCCL with one card: as long as the group is bound to no card, NCCL connects in the first collective,
+    and there finds that two ranks have one card, if both come to it."""
+    import torch.distributed as dist
+
+    from fzero.comms.hangs.failures import timeout_of
+
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group("nccl", timeout=timeout_of(os.environ))
 
 
 def laws(rank: int, size: int, device: str) -> dict[str, Any]:

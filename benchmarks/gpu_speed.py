@@ -111,14 +111,7 @@ def plain(compiled: bool = False, graph: bool = False) -> Callable[[Scale], dict
             return {"not_run": "CUDA graphs need a card"}
 
         def make(size: Any) -> Step:
-            import torch
-            from gpt import GPT
-
-            with torch.device(scale.device):
-                model = GPT(size).bfloat16()
-            for block in model.blocks if compiled else ():
-                block.compile(backend=scale.backend)
-            step = plain_step(model, capturable=graph)
+            step = plain_contender(scale, size, compiled=compiled, capturable=graph)
             return graphed(step, size) if graph else step
 
         return timed(scale, make)
@@ -126,11 +119,23 @@ def plain(compiled: bool = False, graph: bool = False) -> Callable[[Scale], dict
     return run
 
 
-def plain_step(model: Any, capturable: bool) -> Step:
+def plain_contender(scale: Scale, size: Any, *, compiled: bool, capturable: bool = False) -> Step:
+    import torch
+    from gpt import GPT
+
+    with torch.device(scale.device):
+        model = GPT(size)
+    masters = [x.detach().clone() for x in model.parameters()]  # before they are rounded, as with mixed precision
+    model.bfloat16()
+    for block in model.blocks if compiled else ():
+        block.compile(backend=scale.backend)
+    return plain_step(model, masters, capturable=capturable)
+
+
+def plain_step(model: Any, masters: list[Any], capturable: bool) -> Step:
     import torch
 
-    params = [x for x in model.parameters() if x.requires_grad]
-    masters = [x.detach().float() for x in params]
+    params = list(model.parameters())
     for x in masters:
         x.grad = torch.empty_like(x)
     grads = [x.grad for x in masters]
@@ -237,7 +242,7 @@ def config_of(size: Any, stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-def fzero_step(scale: Scale, size: Any, stage: int, how: str | None) -> Step:
+def fzero_step(scale: Scale, size: Any, *, stage: int, how: str | None = None) -> Step:
     import torch
     from gpt import GPT
 
@@ -259,7 +264,7 @@ def fzero_step(scale: Scale, size: Any, stage: int, how: str | None) -> Step:
 
 
 def fzero_contender(stage: int, how: str | None = None) -> Callable[[Scale], dict[str, Any]]:
-    return lambda scale: timed(scale, lambda size: fzero_step(scale, size, stage, how))
+    return lambda scale: timed(scale, lambda size: fzero_step(scale, size, stage=stage, how=how))
 
 
 def planned(scale: Scale) -> dict[str, Any]:
@@ -282,15 +287,15 @@ def planned(scale: Scale) -> dict[str, Any]:
 # --- gaps ------------------------------------------------------------------------------------------------------------
 
 
-def gaps(stage: int) -> Callable[[Scale], dict[str, Any]]:
-    """How long the device waits in an eager step of fzero, from a trace of some steps of torch.profiler."""
+def gaps(contender: Callable[[Scale, Any], Step]) -> Callable[[Scale], dict[str, Any]]:
+    """How long the device waits in a step, and on what it works, from a trace of some steps of torch.profiler."""
 
     def run(scale: Scale) -> dict[str, Any]:
         from gpt import make_batch
         from torch.profiler import ProfilerActivity, profile
 
         size, num_steps = size_of(scale), 3
-        step = fzero_step(scale, size, stage, None)
+        step = contender(scale, size)
         batch = tuple(x.to(scale.device) for x in make_batch(size, step=0, rank=0))
         for _ in range(3):
             step(batch)
@@ -305,9 +310,27 @@ def gaps(stage: int) -> Callable[[Scale], dict[str, Any]]:
         profiler.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
         path.unlink()
-        return idle(events, DEVICE if scale.on_card else ("cpu_op",), num_steps) | {"steps": num_steps}
+        of_device = DEVICE if scale.on_card else ("cpu_op",)
+        found = idle(events, of_device, num_steps)
+        return found | {"steps": num_steps, "work": work_of(events, of_device, num_steps)}
 
     return run
+
+
+def work_of(events: list[dict[str, Any]], categories: tuple[str, ...], num_steps: int) -> list[dict[str, Any]]:
+    """The kernels and copies that take the most time of a device, by name.
+
+    >>> events = [{"cat": "kernel", "dur": 2_000, "name": "gemm"}, {"cat": "kernel", "dur": 6_000, "name": "copy"}] * 2
+    >>> work_of(events, DEVICE, num_steps=2)
+    [{'ms': 6.0, 'times': 1.0, 'kernel': 'copy'}, {'ms': 2.0, 'times': 1.0, 'kernel': 'gemm'}]
+    """
+    spent: dict[str, tuple[float, int]] = {}
+    for x in events:
+        if x.get("cat") in categories and "dur" in x:
+            ms, times = spent.get(x["name"], (0.0, 0))
+            spent[x["name"]] = ms + x["dur"] / 1e3, times + 1
+    most = sorted(spent.items(), key=lambda one: one[1], reverse=True)[:25]
+    return [{"ms": ms / num_steps, "times": times / num_steps, "kernel": name[:160]} for name, (ms, times) in most]
 
 
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")

@@ -12,7 +12,6 @@ from typing import Any
 from gpu_scale import Scale, keep
 
 ROOT = Path(__file__).parents[1]
-NUM_WORKERS = 4
 SECONDS_TO_END = 12
 SECONDS_TINY = 80
 """Without a card: they run with the other tests, too."""
@@ -30,7 +29,7 @@ def run_tests(scale: Scale) -> dict[str, Any]:
     command = [sys.executable, "-m", "pytest", "--device", device, "--until", str(until), "--lines", str(lines)]
     command += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=short", str(ROOT / "tests")]
     if scale.on_card and importlib.util.find_spec("xdist"):
-        command += ["-n", str(NUM_WORKERS), "--dist", "load", "--maxschedchunk", "1"]
+        command += ["-n", str(max(2, (os.cpu_count() or 1) - 4)), "--dist", "load", "--maxschedchunk", "1"]
     log = lines.with_suffix(".log")
     few_examples = os.environ | {"HYPOTHESIS_PROFILE": "short"}
     with log.open("wb") as out:

@@ -220,7 +220,9 @@ class Stacked:
                 others[:] = [treespec, *((None, True) if isinstance(x, Tensor) else (x, False) for x in leaves)]
                 return [x for x in leaves if isinstance(x, Tensor)]
 
-            ranks, shards = torch.arange(self.size), torch.zeros(self.size, dtype=torch.int64)
+            device = next((x.device for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and not x.is_cpu), None)
+            ranks = torch.arange(self.size, device=device)  # where they index the tensors of a step
+            shards = torch.zeros_like(ranks)
             for axis in self._axes:
                 shards = shards * axis.size + axis.index(ranks)
             in_dims = pytree.tree_map(lambda x: 0 if isinstance(x, Tensor) else None, args)
@@ -241,7 +243,7 @@ class Stacked:
     def write_own(self, flat: Tensor, shard_S: Tensor) -> None:
         """Writes each rank's shard into a flat tensor like that of `own`."""
         rows = flat.view(-1, shard_S.numel())
-        is_own = torch.arange(rows.shape[0])[:, None].eq(self._row(rows))
+        is_own = torch.arange(rows.shape[0], device=rows.device)[:, None].eq(self._row(rows))
         flat.copy_(torch.where(is_own, shard_S, rows).view(-1))
 
     def drawing(self) -> AbstractContextManager[Any]:
