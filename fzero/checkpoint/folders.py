@@ -76,6 +76,7 @@ class StoredContents:
     rates: dict[str, float] = field(default_factory=dict)
     loss_scaling: dict[str, int | float | bool | None] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
+    transforms: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

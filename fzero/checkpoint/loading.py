@@ -131,6 +131,7 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] 
         return _load_torch_job(path, step, scratch)
     scales = files.read_manifest(path)["scales_dynamically"]
     contents, found = opened(path)
+    _warn_of_transforms(contents.transforms, step)
     missing = contents.left_out
     if missing and left is None:
         raise files.CheckpointError(
@@ -142,6 +143,39 @@ def _load(path: Path, step: TrainStep, scratch: Scratch | None, left: list[str] 
     saved = Saved(found, numbers, optimizer, hook_states, scales, missing)
     client = files.read_client(path)
     return Loaded(restored(saved, step, scratch), client, path)
+
+
+def _warn_of_transforms(before: Mapping[str, str] | None, step: TrainStep) -> None:
+    """Warns on rank 0 of transforms with which the model computes other numbers than in the job that saved.
+
+    Args:
+        before: the settings of that job's transforms; None where it did not store them.
+    """
+    now = step.runtime.changes.compared
+    if before is None or step.runtime.rank:
+        return
+    lines = [
+        f"{name!r} was {_first_difference(before.get(name), now.get(name))} and is "
+        f"{_first_difference(now.get(name), before.get(name))}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
+    ]
+    if not lines and [*before] != [*now]:
+        lines = [f"their order was {', '.join(before)} and is {', '.join(now)}"]
+    if lines:
+        warnings.warn(
+            f"load: the model had other transforms in the job that saved, so it computes other numbers of the same weights: "
+            f"{'; '.join(lines)}; pass the transforms of that job, unless you mean to change them",
+            stacklevel=7,
+        )
+
+
+def _first_difference(text: str | None, other: str | None) -> str:
+    """A transform's settings in a message: the first line that differs from the other text."""
+    if text is None:
+        return "not there"
+    lines, others = text.splitlines(), (other or "").splitlines()
+    return next((line for line in lines if line not in others), text) or "there"
 
 
 def _load_torch_job(path: Path, step: TrainStep, scratch: Scratch | None) -> Loaded:

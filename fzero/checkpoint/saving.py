@@ -259,6 +259,7 @@ class Contents(NamedTuple):
             programs, since fzero's steps have their own.
         stage, mesh, scales_dynamically: of the job.
         left_out: the frozen parameters that are not stored.
+        transforms: the settings of the model's transforms (`AllChanges.compared`); None where they are not known.
     """
 
     stored: Mapping[str, Stored]
@@ -273,6 +274,7 @@ class Contents(NamedTuple):
     mesh: Sequence[tuple[str, int]]
     scales_dynamically: bool
     left_out: Sequence[str] = ()
+    transforms: Mapping[str, str] | None = None
 
 
 def _contents(
@@ -288,6 +290,7 @@ def _contents(
         layout.numbers_by_name(plan, numbers), layout.kinds_of(plan), layout.describe_hook_states(plan),
         {key: name for key, name in runtime.stored_names.items() if name not in without}, rates,
         asdict(scaling), plan.row.number, step.mesh.axes, scaling.dynamic, sorted(without),
+        runtime.changes.compared,
     )  # fmt: skip
 
 
@@ -318,7 +321,7 @@ def _rates_of(step: TrainStep, num_updates: int) -> dict[str, float]:
 def publish(folder: Path, path: Path, slices: Sequence[Slice], contents: Contents, client: bytes) -> Path:
     """Writes the index of the tensors in `folder`, and makes it the latest checkpoint in `path`."""
     write_metadata(folder, slices, contents.stored, contents.aliases)
-    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out")
+    fields = ("numbers", "optimizer", "hook_states", "names", "rates", "loss_scaling", "left_out", "transforms")
     index = {name: getattr(contents, name) for name in fields} | {"slices": slices}
     files.write_whole(folder / files.CONTENTS, json.dumps(index).encode())
     files.write_whole(folder / files.CLIENT, client)

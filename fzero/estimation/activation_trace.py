@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial, reduce
@@ -254,7 +254,7 @@ def trace_activations(
     on_host = cfg.activation_checkpointing.cpu_checkpointing if on_host is None else on_host
     alive = ActivationCounter()
     autocast = torch_dtype(cfg.precision.autocast) if cfg.precision.autocast else None
-    with faked(model, cfg) as (layout, params, buffers):
+    with faked(model, cfg, None if changes is None else changes.trained(model)) as (layout, params, buffers):
         fake_batch = without_memory(batch, torch.device("cpu"))
         if (dtype := cfg.casts_batch_to) is not None:
             fake_batch = map_tensors(lambda x: x.to(torch_dtype(dtype)) if x.is_floating_point() else x, fake_batch)
@@ -280,8 +280,14 @@ def trace_activations(
 
 
 @contextmanager
-def faked(model: nn.Module, cfg: Config) -> Iterator[tuple[Plan, dict[str, Tensor], dict[str, Tensor]]]:
-    """Inside, tensors have no memory. Yields a plan, and the model's parameters and buffers in their configured dtypes."""
+def faked(
+    model: nn.Module, cfg: Config, trained: Collection[str] | None = None
+) -> Iterator[tuple[Plan, dict[str, Tensor], dict[str, Tensor]]]:
+    """Inside, tensors have no memory. Yields a plan, and the model's parameters and buffers in their configured dtypes.
+
+    Args:
+        trained: see `fzero.plans.PlanSpec`.
+    """
     from torch._subclasses import FakeTensorMode
 
     # The dtypes do not depend on the stage, and nothing here depends on the configured number of samples.
@@ -292,21 +298,25 @@ def faked(model: nn.Module, cfg: Config) -> Iterator[tuple[Plan, dict[str, Tenso
         }
     )
     with FakeTensorMode(allow_non_fake_inputs=True):
-        layout = plan(model, alone)
+        layout = plan(model, alone, trained=trained)
         yield layout, _params(model, layout), _buffers(model, layout)
 
 
 class _Gate(torch.autograd.Function):
-    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`)."""
+    """A parameter as a step passes it to the model (`fzero.runtime.autograd_nodes.ParamLeaf`).
+
+    Its gradient comes with those of the parameters `names`.
+    """
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, name: str) -> Tensor:
-        ctx.alive, ctx.name = alive, name
+    def forward(ctx: Any, anchor: Tensor, param: Tensor, alive: ActivationCounter, names: tuple[str, ...]) -> Tensor:
+        ctx.alive, ctx.names = alive, names
         return param
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        ctx.alive.mark("grad", ctx.name)
+        for name in ctx.names:
+            ctx.alive.mark("grad", name)
         return None, None, None, None
 
 
@@ -317,7 +327,7 @@ class _Recorder:
     """Passes parameters to the model unit by unit, and marks when they are read, needed again and have gradients."""
 
     def __init__(
-        self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor], relays: Mapping[str, str]
+        self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor], relays: Mapping[str, tuple[str, ...]]
     ) -> None:
         self.alive, self.params, self._relays = alive, params, relays
         self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}
@@ -330,10 +340,9 @@ class _Recorder:
             with torch.enable_grad():
                 for buffer in self._units[name].buffers:
                     for own in buffer.layout.names:
-                        param, trained = self.params[own], own if buffer.trainable else self._relays.get(own)
-                        self._leaves[own] = (
-                            param if trained is None else _gate(self._anchor, param, self.alive, trained)
-                        )
+                        param = self.params[own]
+                        names = (*((own,) if buffer.trainable else ()), *self._relays.get(own, ()))
+                        self._leaves[own] = _gate(self._anchor, param, self.alive, names) if names else param
         self.alive.mark("fetch", name)
         return self._leaves[name]
 

@@ -323,8 +323,8 @@ def column(
         ConfigError: the configuration is not possible.
     """
 
-    planned = plan(model, quietly(keys), world_size=world_size, mesh=mesh)
-    cfg = quietly(keys)
+    cfg, trained = quietly(keys), None if changes is None else changes.trained(model)
+    planned = plan(model, cfg, world_size=world_size, mesh=mesh, trained=trained)
     views, sizes = ({}, {}) if changes is None else (changes.views, changes.sizes)
     seen = {*views, *(compression(cfg, model).params if cfg.compresses else ())}
     step = dry_run(planned, trace, machine=machine, device=device, title=name, viewed=seen, sizes=sizes)

@@ -38,7 +38,7 @@ def compiled_blocks(spec: TransformedStep) -> Changes:
             f"name modules in units=, or pass compile='step'"
         )
     blocks = _CompiledBlocks(names, spec.compile_backend)
-    return Changes(name="compiled blocks", forwards=blocks.forwards)
+    return Changes(name="compiled blocks", forwards=blocks.forwards, is_exact=True)
 
 
 class _CompiledBlocks:

@@ -30,7 +30,7 @@ from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
 from fzero.model.fetched_parameters import marks_of, new_marks
 from fzero.model.own_params import check_unchanged, own_class
-from fzero.model.transforms import Call
+from fzero.model.transforms import Call, in_own_dtypes
 from fzero.runtime.loss import loss_of
 from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
@@ -166,8 +166,8 @@ class ModelInGraph:
 
         def see(name: str) -> Tensor:
             if name not in found:
-                with torch.fx.traceback.annotate(SEEN):
-                    value = tensors[name]
+                value = tensors[name]
+                with torch.fx.traceback.annotate(SEEN), in_own_dtypes(value):
                     for view in views[name]:
                         value = view.value(value, tensors, n.to(self._run.device))
                     found[name] = as_parameter(value, name)

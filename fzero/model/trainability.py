@@ -6,7 +6,7 @@ The flags are read before every step, so the reading is one loop over the parame
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 
 import torch
 from torch import nn
@@ -30,11 +30,12 @@ class FixedFlags:
 
     Args:
         model: its flags are read.
-        trained: whether each parameter is trained, by name.
+        names: the parameters.
     """
 
-    def __init__(self, model: nn.Module, trained: Mapping[str, bool]) -> None:
-        self._model, self._trained = model, dict(trained)
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._model = model
+        self._required = {name: param.requires_grad for name, param in model.named_parameters() if name in names}
         self._flags = Flags(model)
         self._first = self._flags.read()
 
@@ -42,9 +43,9 @@ class FixedFlags:
         """Raises a ValueError that names the parameters and the fix."""
         if self._flags.read() == self._first:
             return
-        now = {n: p.requires_grad for n, p in self._model.named_parameters() if n in self._trained}
-        frozen = [name for name, flag in now.items() if self._trained[name] and not flag]
-        unfrozen = [name for name, flag in now.items() if flag and not self._trained[name]]
+        now = {n: p.requires_grad for n, p in self._model.named_parameters() if n in self._required}
+        frozen = [name for name, flag in now.items() if self._required[name] and not flag]
+        unfrozen = [name for name, flag in now.items() if flag and not self._required[name]]
         if frozen or unfrozen:
             changes = [
                 f"{listed(names)} {word}"
@@ -54,7 +55,7 @@ class FixedFlags:
             raise ValueError(
                 f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(changes)}; "
                 f"make a step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "
-                f"state = fzero.reshard(state, step, new)"
+                f"state = fzero.reshard(state, step, new); where a transform freezes parameters (lora), its trains decides"
             )
 
 

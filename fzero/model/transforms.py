@@ -15,6 +15,7 @@ one. So `[a, b]` is `b(a(model))`.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -106,6 +107,11 @@ class ParamView(Protocol):
         ...
 
 
+def in_own_dtypes(x: Tensor) -> AbstractContextManager[None]:
+    """A context without `torch.autocast`: a backward runs outside of it, and a view's value must be the same in both."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
 def pulled_by_autograd(view: ParamView, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
     """`ParamView.pulled` by a derivative of `value`, which is computed once more. The view must have `needs_input`."""
     assert x is not None
@@ -193,7 +199,11 @@ class Changes:
     num_constants: int = 0
     """How many values that has."""
     added: frozenset[str] = frozenset()
-    """The names of the tensors that it has added to modules."""
+    """The names of the tensors that it has added to modules. A parameter among them is trained if it requires a gradient."""
+    trains: frozenset[str] | None = None
+    """If not None, all other parameters than these and the added ones are frozen, whatever their `requires_grad`."""
+    is_exact: bool = False
+    """Whether the model computes the same numbers without it, so that a checkpoint may be loaded with or without it."""
     first_value: Callable[[str, Tensor], Tensor | None] = _no_value
     """The first value of an added tensor, by its name, with the dtype of a tensor, on the CPU."""
     first_buffers: Callable[[Tensors], dict[str, Tensor]] = _no_tensors
@@ -243,11 +253,49 @@ def added_to(module: nn.Module) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def checked(changes: Changes, model: nn.Module) -> Changes:
-    """The changes, whose views are of parameters of the model; marks what they have added, which no later transform freezes."""
+def is_as_added(module: nn.Module, key: str) -> bool:
+    """Whether a parameter that a transform has added still has the value that it got then."""
+    noted = module.__dict__.get("fzero_first", {}).get(key)
+    return noted is not None and noted == _checksum(module._parameters[key])
+
+
+def _checksum(tensor: Tensor | None) -> int | None:
+    if tensor is None or tensor.is_meta:
+        return None
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def changes_of(spec: TransformedStep) -> AllChanges:
+    """What the transforms of a step change in its model.
+
+    Raises:
+        ValueError: a transform returns no valid changes, or an earlier step's transforms have added a tensor to the model
+            that no transform of this step uses.
+    """
+    changes = AllChanges([_checked(transform(spec), spec.model) for transform in spec.transforms])
+    names = {id(param): name for name, param in spec.model.named_parameters()}
+    for module in spec.model.modules():
+        for key in module.__dict__.get("fzero_added", ()):
+            name = names.get(id(module._parameters.get(key)))
+            if name is not None and name not in changes.added and name not in changes.sizes:
+                raise ValueError(
+                    f"transforms: must use all that transforms of an earlier step have put into the model, got none that uses "
+                    f"{name!r}; pass those transforms, too, or build the model anew and load fzero.transforms.merged(…)"
+                )
+    return changes
+
+
+def _checked(changes: Changes, model: nn.Module) -> Changes:
+    """The changes, whose views are of parameters of the model; marks what they have added."""
     if not isinstance(changes, Changes):
         raise ValueError(
             f"transforms: must return fzero.transforms.Changes, got a {type(changes).__name__}; return what the transform changes"
+        )
+    of_one = changes.views.items() if isinstance(changes.views, Mapping) else [("(all)", changes.views)]
+    if found := next((pair for pair in of_one if not _are_views(pair[1])), None):
+        raise ValueError(
+            f"transforms: views must map each parameter's name to a tuple of views, got {found[1]!r} for {found[0]!r} from "
+            f"{changes.name!r}; pass {{name: (view,)}}"
         )
     params = dict(model.named_parameters())
     if unknown := next((name for name in changes.views if name not in params), None):
@@ -264,8 +312,14 @@ def checked(changes: Changes, model: nn.Module) -> Changes:
         )
     for name in params.keys() & changes.added:
         module, _, key = name.rpartition(".")
-        added_to(model.get_submodule(module)).setdefault(key, tuple(params[name].shape))
+        owner = model.get_submodule(module)
+        added_to(owner).setdefault(key, tuple(params[name].shape))
+        owner.__dict__.setdefault("fzero_first", {}).setdefault(key, _checksum(params[name]))
     return changes
+
+
+def _are_views(given: Any) -> bool:
+    return isinstance(given, tuple) and all(hasattr(view, "value") and hasattr(view, "pulled") for view in given)
 
 
 class AllChanges:
@@ -277,8 +331,9 @@ class AllChanges:
         for one in changes:
             for name, views in one.views.items():
                 self.views[name] = (*self.views.get(name, ()), *views)
-        # By parameter, another one whose gradient comes with that of its value.
-        self.relays = {name: of[0] for name, own in self.views.items() for view in own if (of := view.trains)}
+        # By parameter, those whose gradients come with that of its value.
+        relays = {name: tuple({key: 0 for view in own for key in view.trains}) for name, own in self.views.items()}
+        self.relays = {name: trained for name, trained in relays.items() if trained}
         self.sizes = {name: size for one in changes for name, size in one.sizes.items()}
         self.recomputed = tuple(name for one in changes for name in one.recomputed)
         self.added = frozenset[str]().union(*(one.added for one in changes))
@@ -307,6 +362,29 @@ class AllChanges:
             texts[key] = one.text
         return texts
 
+    @cached_property
+    def compared(self) -> dict[str, str]:
+        """`texts` of the transforms without which the model would compute other numbers."""
+        return {key: text for (key, text), one in zip(self.texts.items(), self._changes, strict=True) if not one.is_exact}
+
+    def trained(self, model: nn.Module) -> frozenset[str] | None:
+        """The names of the parameters that are trained; None where those that require a gradient are."""
+        chosen = [one.trains for one in self._changes if one.trains is not None]
+        own = (name for name, param in model.named_parameters() if name in self.added and param.requires_grad)
+        return frozenset(own).union(*chosen) if chosen else None
+
+    def check_given(self, given: Collection[str], model: nn.Module) -> None:
+        """Raises ValueError where a state dict has some of the trained parameters that one transform has added, and lacks others."""
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        for one in self._changes:
+            added = one.added & trained
+            there = sorted(added.intersection(given))
+            if there and (missing := sorted(added.difference(given))):
+                raise ValueError(
+                    f"params: must have all parameters that {one.name} adds, or none of them, got {there[0]!r} without "
+                    f"{missing[0]!r} ({len(missing)} missing); add them, or leave the others out to begin anew"
+                )
+
     def check_unread(self, changed: Collection[str]) -> None:
         """Raises ValueError where views read a buffer that forwards change: its value depends on when it is read."""
         if found := self.reads.intersection(changed):
@@ -321,9 +399,7 @@ class AllChanges:
 
     def first_value(self, name: str, like: Tensor) -> Tensor | None:
         """The first value of an added tensor, None for any other."""
-        if name not in self.added:
-            return None
-        return next((x for one in self._changes if (x := one.first_value(name, like)) is not None), None)
+        return next((one.first_value(name, like) for one in self._changes if name in one.added), None)
 
     def first_buffers(self, values: Tensors) -> dict[str, Tensor]:
         """The added buffers that are made from these weights."""
@@ -350,7 +426,7 @@ class AllChanges:
                     constant = constants[index] if constants else constant_of(int(call.num_updates()))
                 wrapped: list[nn.Module] = []  # a module with several names is wrapped once
                 for name, wrap in forwards(replace(call, constant=constant, num_constants=self.num_constants)).items():
-                    module = model.get_submodule(name)
+                    module = _module_of(model, name, self._changes[index].name)
                     if not any(module is other for other in wrapped):
                         wrapped.append(module)
                         forward = wrap(name, module)
@@ -364,6 +440,17 @@ class AllChanges:
             for module, forward_before in reversed(own):
                 module.__dict__.pop("forward", None)
                 module.__dict__.update(forward_before)
+
+
+def _module_of(model: nn.Module, name: str, transform: str) -> nn.Module:
+    try:
+        return model.get_submodule(name)
+    except AttributeError:
+        names = [name for name, _ in model.named_modules() if name]
+        raise ValueError(
+            f"transforms: forwards must be of modules of the model, got {name!r} from {transform!r}; names look like "
+            f"{', '.join(names[:4]) or '(none)'}"
+        ) from None
 
 
 def _function(forward: Callable[..., Any]) -> Callable[..., Any]:

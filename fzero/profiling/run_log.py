@@ -224,7 +224,8 @@ class _Rates:
         try:
             if spec.is_part:
                 raise ValueError("a rank of a pipeline runs a part of the model")
-            return trace_activations(spec.model, spec.cfg, batch, loss_fn=spec.loss_fn, checkpoint=False).flops
+            how: dict[str, Any] = {"loss_fn": spec.loss_fn, "checkpoint": False, "changes": spec.changes}
+            return trace_activations(spec.model, spec.cfg, batch, **how).flops
         except Exception as error:  # of a model that cannot run without values: it trains nevertheless
             if self._step.rank == 0:
                 warnings.warn(

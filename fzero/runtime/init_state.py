@@ -23,6 +23,7 @@ from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label
 from fzero.model.meta_modules import filled
 from fzero.model.own_params import full_values
+from fzero.model.transforms import is_as_added
 from fzero.optim.loss_scale import LossScale
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.runtime.step_spec import StepSpec
@@ -60,6 +61,7 @@ class StateBuilder:
         world, changes = mesh.world, self.spec.changes
         if params is not None:
             _check_names(self.spec.model, params)
+            changes.check_given({self.plan.aliases.get(name, name) for name in params}, self.spec.model)
         files = self.offload.make_files(world)
         state: dict[str, dict[str, Any]] = {quantity: {} for quantity in QUANTITIES}
         made: dict[str, Tensor] = {}
@@ -205,7 +207,7 @@ class StateBuilder:
                         f"pass the state dict of the same model"
                     )
                 values[name] = found.detach().to(self.device)
-            elif (given is not None or own.is_meta) and name in changes.added:
+            elif name in changes.added and (given is not None or own.is_meta or is_as_added(module, key)):
                 extra = changes.first_value(name, own)
                 if extra is None:
                     later.append(name)
@@ -223,9 +225,10 @@ class StateBuilder:
                 values[name] = initialised[prefix][name]
         made = changes.first_params(values) if later else {}
         for name in later:
-            if name not in made:
+            own = self.spec.model.get_parameter(name)
+            if name not in made and (given is not None or own.is_meta):
                 raise _missing(name)
-            values[name] = made[name]
+            values[name] = made[name] if name in made else full_values(own).to(self.device)
         return values
 
     def hook_states(self) -> dict[str, dict[str, Any]]:

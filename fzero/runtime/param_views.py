@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 import torch
 from torch import Tensor
 
-from fzero.model.transforms import Number, ParamView, PulledGrad, Size, Tensors
+from fzero.model.transforms import Number, ParamView, PulledGrad, Size, Tensors, in_own_dtypes
 from fzero.plans.plan import Plan, UnitPlan
 
 
@@ -106,15 +106,15 @@ class ParamViews:
 
     def _computed(self, names: list[str], full: Tensors) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name in names:
-                value, tensors = full[name], {**full, **self._read(name)}
+        for name in names:
+            value, tensors = full[name], {**full, **self._read(name)}
+            with torch.no_grad(), in_own_dtypes(value):
                 for view in self.is_on[name]:
                     if made := view.shared(value, tensors):
                         self._shared.setdefault(name, {}).update(made)
                         tensors |= made
                     value = view.value(value, tensors, self._n)
-                found[name] = value
+            found[name] = value
         return found
 
     def _read(self, name: str) -> dict[str, Tensor]:
@@ -142,7 +142,7 @@ class ParamViews:
         """
         views = self.is_on.get(name, ())
         last = max((index for index, view in enumerate(views) if view.needs_input), default=-1)
-        with torch.no_grad():
+        with torch.no_grad(), in_own_dtypes(grad):
             tensors, inputs = self._read(name) if views else {}, dict[int, Tensor]()
             if last >= 0:
                 read = [key for view in views for key in view.reads if key not in self._buffers]

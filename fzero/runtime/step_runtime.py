@@ -100,7 +100,9 @@ class StepRuntime:
             ConfigError: the configuration does not fit the model.
         """
         changes = spec.changes  # which may add parameters
-        plan, cfg, device = spec.plan(ranks.size, ranks.mesh), spec.cfg, spec.device
+        trained = changes.trained(spec.model) if spec.trained is None else spec.trained
+        planned = spec if trained is spec.trained else replace(spec, trained=trained)
+        plan, cfg, device = planned.plan(ranks.size, ranks.mesh), spec.cfg, spec.device
         if not isinstance(ranks, AbstractAxis):
             check_same(ranks, spec.fingerprint(plan))
         spec.check_placements(plan)
@@ -115,7 +117,6 @@ class StepRuntime:
             places=dict(zip(keys, starts, strict=False)) if cfg.precision.stochastic_rounding else None,
         )  # fmt: skip
         builder = StateBuilder(spec, plan, offload=offload, updater=updater, rank=ranks.rank, device=device)
-        trained = {name: buffer.trainable for buffer in plan.flat_buffers for name in buffer.layout.names}
         cast = None if cfg.casts_batch_to is None else torch_dtype(cfg.casts_batch_to)
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
@@ -124,7 +125,7 @@ class StepRuntime:
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
             builder=builder, form=StateForm.of(builder.specs(), plan),
             learned=Learned.nothing(spec), changes=changes, stored_names=spec.stored_names,
-            flags=FixedFlags(spec.model, trained) if spec.trained is None else None,
+            flags=FixedFlags(spec.model, plan.homes) if spec.trained is None else None,
             statistics=frozenset(spec.statistics & set(plan.buffers)),
             observer=observer_of(ranks, spec.model, cfg, spec.loss_fn, device),
             job=WholeModel(ranks if bound is None else bound.world),  # type: ignore[arg-type]  # `world` is of ranks that run

@@ -26,7 +26,7 @@ from fzero.config.config import ConfigError
 from fzero.config.fields import compared
 from fzero.model.held_tensors import Held, find_held
 from fzero.model.own_params import check_tensors
-from fzero.model.transforms import AllChanges, ModelTransform, checked
+from fzero.model.transforms import AllChanges, ModelTransform, changes_of
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import PlanSpec
@@ -218,7 +218,7 @@ class StepSpec(PlanSpec):
     @cached_property
     def changes(self) -> AllChanges:
         """What the transforms change in the model; the first use adds their tensors to its modules."""
-        return AllChanges([checked(transform(self), self.model) for transform in self.transforms])
+        return changes_of(self)
 
     def measures(self, world_size: int) -> LossRules:
         """The rules of loss, norm and clipping for `world_size` ranks."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.comms.hangs.failures import meet
+from fzero.model.transforms import in_own_dtypes
 from fzero.transforms.low_rank import LowRank
 from fzero.transforms.matching import shape_of
 
@@ -48,9 +49,10 @@ def merged(step: Step, weights: Mapping[str, Tensor], n: int | None = None) -> d
     found: dict[str, Tensor] = {}
     with torch.no_grad():
         for name, value in by_name.items():
-            for view in changes.views.get(name, ()):
-                if n is None or n >= view.offset:
-                    value = view.value(value, by_name, view.offset if n is None else n)
+            with in_own_dtypes(value):
+                for view in changes.views.get(name, ()):
+                    if n is None or n >= view.offset:
+                        value = view.value(value, by_name, view.offset if n is None else n)
             found[name] = value
     return {key: found[names[key]] for key in weights if key in names and names[key] not in changes.added}
 
@@ -68,8 +70,9 @@ def unmerged(step: Step, plain: Mapping[str, Tensor], weights: Mapping[str, Tens
             views = step.spec.changes.views.get(names.get(key, key), ())
             if any(not isinstance(view, LowRank) for view in views):
                 raise ValueError(f"unmerged: {key!r} must have adapters only, got {views}; keep its own weights")
-            for view in reversed(views):
-                value = value - view.value(torch.zeros_like(value), by_name, 0)
+            with in_own_dtypes(value):
+                for view in reversed(views):
+                    value = value - view.value(torch.zeros_like(value), by_name, 0)
             found[key] = value
     return found
 

@@ -136,7 +136,7 @@ class Checkpointing:
             return dict.fromkeys(names, wrap)
 
         return Changes(
-            name="checkpoint", text=", ".join(names), forwards=forwards if names else None, recomputed=names,
+            name="checkpoint", text=", ".join(names), forwards=forwards if names else None, recomputed=names, is_exact=True,
             not_in_graph="" if moves is None else in_host_memory,
         )  # fmt: skip
 

@@ -135,4 +135,4 @@ class TruncatedInputs:
         schedule = spec.cfg.curriculum_learning.schedule()
         if spec.compile is not None and isinstance(schedule, Root):
             check_lengths(self.field, schedule, 1, ("difficulty_step", "min_difficulty"), spec.compile)
-        return Changes(name=self.field)
+        return Changes(name=self.field, is_exact=True)

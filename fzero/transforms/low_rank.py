@@ -37,8 +37,7 @@ class LowRank:
 
     def value(self, x: Tensor, tensors: Tensors, n: Number) -> Tensor:
         """See `ParamView`."""
-        with torch.autocast(x.device.type, enabled=False):  # a weight has the same value inside and outside of it
-            product = tensors[self.trains[1]] @ tensors[self.trains[0]]
+        product = tensors[self.trains[1]] @ tensors[self.trains[0]]
         return x + (product.t() if self.is_transposed else product).reshape(x.shape) * self.scale
 
     def pulled(self, grad: PulledGrad, x: Tensor | None, tensors: Tensors, n: Number) -> Pulled:
@@ -60,12 +59,13 @@ class Lora:
     group: int
 
     def __call__(self, spec: TransformedStep) -> Changes:
-        """See `ModelTransform`. It adds `lora_A` and `lora_B` to each module, and freezes all else."""
+        """See `ModelTransform`. It adds `lora_A` and `lora_B` to each module; only these and `trains` are trained."""
         base = None if self.bits is None else packed(self.patterns, bits=self.bits, group=self.group)(spec)
         views: dict[str, tuple[LowRank]] = {}
         for name, (module, *_) in matching.weights_of(spec.model, "lora", self.patterns).items():
             rows, columns = matching.shape_of(module)[0], math.prod(matching.shape_of(module)[1:])
-            if is_transposed := matching.is_input_first(module):
+            # A kernel's product begins with its inputs, as the weight does: a 1x1 convolution, then a transposed one.
+            if is_transposed := matching.is_input_first(module) and len(matching.shape_of(module)) == 2:
                 rows, columns = columns, rows
             a, b = trained = f"{name.removesuffix('weight')}lora_A", f"{name.removesuffix('weight')}lora_B"
             for full, shape in ((a, (self.rank, columns)), (b, (rows, self.rank))):
@@ -73,12 +73,11 @@ class Lora:
                 value = like if like.is_meta else first(spec.seed, full, like)
                 matching.add_param(module, full[-6:], value, field="lora")
             views[name] = (LowRank(trained, self.alpha / self.rank, is_transposed),)
-        trains = [pattern for one in (self, *spec.transforms) if isinstance(one, Lora) for pattern in one.trains]
-        matching.freeze_but_added(spec.model, "lora: trains", trains)
         added = frozenset(name for (view,) in views.values() for name in view.reads)
         return Changes(
             name="lora", text=str(self), views={k: (*(base.views[k] if base else ()), *v) for k, v in views.items()},
             added=added | (base.added if base else frozenset()), sizes=base.sizes if base else {},
+            trains=matching.params_of(spec.model, "lora: trains", self.trains),
             first_value=lambda name, like: first(spec.seed, name, like) if name in added else None,
         )  # fmt: skip
 
@@ -100,7 +99,8 @@ def lora(
     bits: Literal[8, 4] | None = None,
     group: int = 64,
 ) -> Lora:
-    """Trains W + (alpha/rank)·BA in place of W. All parameters but A, B and `trains` are frozen (`requires_grad=False`).
+    """Trains W + (alpha/rank)·BA in place of W. All parameters but A, B and `trains` are frozen in the step; the model's `requires_grad`
+    stays as it is.
 
     Args:
         pattern: names of modules with a `weight`, with `*` for any part.

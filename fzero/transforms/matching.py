@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Sequence
 
 import torch
@@ -41,6 +42,10 @@ def weights_of(model: nn.Module, field: str, patterns: Sequence[str]) -> dict[st
     for name in named:
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             module = modules[name]
+            if not math.prod(shape_of(module)):
+                raise ValueError(
+                    f"{field}: must match weights with elements, got {f'{name}.weight'!r} of shape {shape_of(module)}; leave it out"
+                )
             found.setdefault(owners[id(module.weight)], {})[id(module)] = module
     for name, module in modules.items():
         for key, param in module._parameters.items():
@@ -76,19 +81,17 @@ def add_param(module: nn.Module, key: str, value: Tensor, *, field: str, trained
         )
 
 
-def freeze_but_added(model: nn.Module, field: str, trains: Sequence[str]) -> None:
-    """Sets `requires_grad` of all parameters: True if a pattern matches the name, else False; added ones stay as they are."""
-    params = dict(model.named_parameters())
-    for pattern in trains:
-        if not fnmatch.filter(params, pattern):
+def params_of(model: nn.Module, field: str, patterns: Sequence[str]) -> frozenset[str]:
+    """The names of the parameters that any of the patterns matches."""
+    names, found = [name for name, _ in model.named_parameters()], set[str]()
+    for pattern in patterns:
+        if not (matches := fnmatch.filter(names, pattern)):
             raise ValueError(
                 f"{field}: must match parameters, got {pattern!r}, which matches none of {type(model).__name__}'s; names look "
-                f"like {', '.join(list(params)[:4])}"
+                f"like {', '.join(names[:4])}"
             )
-    added = {id(module._parameters[key]) for module in model.modules() for key in added_to(module)}
-    for name, param in params.items():
-        if id(param) not in added:
-            param.requires_grad_(any(fnmatch.fnmatchcase(name, pattern) for pattern in trains))
+        found.update(matches)
+    return frozenset(found)
 
 
 def weight_of(module: nn.Module) -> nn.Parameter:
@@ -97,8 +100,9 @@ def weight_of(module: nn.Module) -> nn.Parameter:
 
 
 def is_input_first(module: nn.Module) -> bool:
-    """Whether the first dimension of a module's weight is its input: `Conv1D` of transformers."""
-    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    """Whether the first dimension of a module's weight is its input: `Conv1D` of transformers, transposed convolutions."""
+    is_conv1d = type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+    return is_conv1d or isinstance(module, nn.modules.conv._ConvTransposeNd)
 
 
 def float_dtype(module: nn.Module) -> torch.dtype:

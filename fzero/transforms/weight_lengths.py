@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fzero.model.transforms import Changes, Tensors, TransformedStep
 from fzero.transforms.matching import Patterns, add_param, is_input_first, patterns_of, weight_of, weights_of
@@ -14,13 +14,34 @@ from fzero.transforms.views import FunctionView
 
 def lengths(weight: Tensor, outputs: int = 0) -> Tensor:
     """The norm of each output's row, with the dimensions of the weight; `outputs` is that of its outputs."""
-    others = tuple(dim for dim in range(weight.dim()) if dim != outputs)
-    return weight.square().sum(dim=others, keepdim=True).sqrt()
+    return _squares(weight, outputs).sqrt()
 
 
 def normed(v: Tensor, g: Tensor, outputs: int = 0) -> Tensor:
-    """Rows of the lengths `g` in the directions of `v`."""
-    return v * (g / lengths(v, outputs))
+    """Rows of the lengths `g` in the directions of `v`. A row of zeros has none, and stays one."""
+    squares = _squares(v, outputs)
+    return v * (g / squares.masked_fill(squares == 0, 1).sqrt())
+
+
+def _squares(weight: Tensor, outputs: int) -> Tensor:
+    others = tuple(dim for dim in range(weight.dim()) if dim != outputs)
+    return weight.square().sum(dim=others, keepdim=True)
+
+
+def first_lengths(name: str, module: nn.Module, weight: Tensor, outputs: int) -> Tensor:
+    """The lengths of a weight's rows.
+
+    Raises:
+        ValueError: a row other than that of an embedding's padding is all zeros, and so would never be trained.
+    """
+    found = lengths(weight, outputs)
+    empty = [] if weight.is_meta else (found == 0).flatten().nonzero().flatten().tolist()
+    if wrong := [row for row in empty if row != getattr(module, "padding_idx", None)]:
+        raise ValueError(
+            f"weight_norm: each output's row must have a direction, got zeros in row {wrong[0]} of {name!r} ({len(wrong)} such "
+            f"rows); leave this module out, or give it another first value"
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -39,10 +60,20 @@ class WeightNorm:
                 raise ValueError(
                     f"weight_norm: needs a weight with a gradient, got {name!r} in bits; apply it to others"
                 )
-            add_param(module, "weight_g", lengths(weight_of(module).detach(), outputs[name]), field="weight_norm")
+            if outputs[name] and getattr(module, "groups", 1) > 1:
+                raise ValueError(
+                    f"weight_norm: a transposed convolution must have groups=1, got {module.groups} for {name!r}, whose outputs "
+                    f"are in two dimensions; leave it out"
+                )
+            g = first_lengths(name, module, weight_of(module).detach(), outputs[name])
+            add_param(module, "weight_g", g, field="weight_norm")
 
         def first(weights: Tensors) -> dict[str, Tensor]:
-            return {g: lengths(weights[name], outputs[name]) for g, name in of.items() if name in weights}
+            return {
+                g: first_lengths(name, found[name][0], weights[name], outputs[name])
+                for g, name in of.items()
+                if name in weights
+            }
 
         views = {name: (FunctionView(partial(normed, outputs=outputs[name]), (g,)),) for g, name in of.items()}
         return Changes(name="weight_norm", text=str(self), views=views, added=frozenset(of), first_params=first)
