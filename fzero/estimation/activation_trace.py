@@ -327,7 +327,11 @@ class _Recorder:
     """Passes parameters to the model unit by unit, and marks when they are read, needed again and have gradients."""
 
     def __init__(
-        self, alive: ActivationCounter, layout: Plan, params: Mapping[str, Tensor], relays: Mapping[str, tuple[str, ...]]
+        self,
+        alive: ActivationCounter,
+        layout: Plan,
+        params: Mapping[str, Tensor],
+        relays: Mapping[str, tuple[str, ...]],
     ) -> None:
         self.alive, self.params, self._relays = alive, params, relays
         self._units = {name: unit for unit in layout.units for b in unit.buffers for name in b.layout.names}

@@ -16,7 +16,7 @@ one. So `[a, b]` is `b(a(model))`.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -262,7 +262,7 @@ def is_as_added(module: nn.Module, key: str) -> bool:
 def _checksum(tensor: Tensor | None) -> int | None:
     if tensor is None or tensor.is_meta:
         return None
-    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return zlib.crc32(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
 
 
 def changes_of(spec: TransformedStep) -> AllChanges:
@@ -365,16 +365,18 @@ class AllChanges:
     @cached_property
     def compared(self) -> dict[str, str]:
         """`texts` of the transforms without which the model would compute other numbers."""
-        return {key: text for (key, text), one in zip(self.texts.items(), self._changes, strict=True) if not one.is_exact}
+        return {
+            key: text for (key, text), one in zip(self.texts.items(), self._changes, strict=True) if not one.is_exact
+        }
 
-    def trained(self, model: nn.Module) -> frozenset[str] | None:
+    def trained(self, model: nn.Module) -> Set[str] | None:
         """The names of the parameters that are trained; None where those that require a gradient are."""
         chosen = [one.trains for one in self._changes if one.trains is not None]
-        own = (name for name, param in model.named_parameters() if name in self.added and param.requires_grad)
-        return frozenset(own).union(*chosen) if chosen else None
+        own = {name for name, param in model.named_parameters() if name in self.added and param.requires_grad}
+        return own | frozenset[str]().union(*chosen) - self.added - self.sizes.keys() if chosen else None
 
     def check_given(self, given: Collection[str], model: nn.Module) -> None:
-        """Raises ValueError where a state dict has some of the trained parameters that one transform has added, and lacks others."""
+        """Raises ValueError where a state dict has only some of the trained parameters that one transform has added."""
         trained = {name for name, param in model.named_parameters() if param.requires_grad}
         for one in self._changes:
             added = one.added & trained

@@ -42,7 +42,8 @@ class QuantizationAware:
             for name, (module, *_) in found.items():
                 if self.per == "channel" and is_input_first(module):
                     raise ValueError(
-                        f"quantization_aware: per must be 'tensor' for {name!r}, whose rows are inputs ({type(module).__name__}), got 'channel'"
+                        f"quantization_aware: per must be 'tensor' for {name!r}, whose rows are inputs "
+                        f"({type(module).__name__}), got 'channel'; pass per='tensor'"
                     )
                 groups = shape_of(module)[0] if self.per == "channel" else 1
                 views[name] = (Quantize(bits, bits, offset=self.offset, num_groups=groups),)

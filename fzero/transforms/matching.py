@@ -82,8 +82,11 @@ def add_param(module: nn.Module, key: str, value: Tensor, *, field: str, trained
 
 
 def params_of(model: nn.Module, field: str, patterns: Sequence[str]) -> frozenset[str]:
-    """The names of the parameters that any of the patterns matches."""
-    names, found = [name for name, _ in model.named_parameters()], set[str]()
+    """The names of the parameters that any of the patterns matches, without packed bytes."""
+    names, found = (
+        [name for name, param in model.named_parameters() if param.is_floating_point() or param.is_complex()],
+        set[str](),
+    )
     for pattern in patterns:
         if not (matches := fnmatch.filter(names, pattern)):
             raise ValueError(

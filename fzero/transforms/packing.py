@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.compression.formulas import quantize
+from fzero.model.binding import is_bound
 from fzero.model.transforms import Changes, Number, Pulled, PulledGrad, Size, Tensors, TransformedStep, added_to
 from fzero.transforms.matching import Patterns, add_param, patterns_of, shape_of, weight_of, weights_of
 
@@ -70,6 +71,15 @@ class Unpacked:
         return Pulled(grad)
 
 
+def _check_is_in_step(module: nn.Module, args: object) -> None:
+    """Raises where a module would compute with its bytes."""
+    if not is_bound(module) and module._parameters["weight"].dtype == torch.uint8:  # type: ignore[union-attr]
+        raise ValueError(
+            f"packed: a {type(module).__name__} with packed weights must run in a step, which makes numbers of its bytes, and was "
+            f"called outside; call it in step.inspect(state, …), or load fzero.transforms.merged(…) into a plain model"
+        )
+
+
 @dataclass(frozen=True)
 class Packed:
     """The transform of `packed`."""
@@ -95,6 +105,7 @@ class Packed:
                 for module in modules:
                     module._parameters["weight"] = replaced
                     added_to(module)["weight"] = shape
+                    module.register_forward_pre_hook(_check_is_in_step)
             elif (weight.numel() * 8, modules[0].weight_scale.shape) != (
                 math.prod(shape) * self.bits, groups_of(shape, self.group),
             ):  # fmt: skip
