@@ -99,8 +99,9 @@ def lora(
     bits: Literal[8, 4] | None = None,
     group: int = 64,
 ) -> Lora:
-    """Trains W + (alpha/rank)·BA in place of W. All parameters but A, B and `trains` are frozen in the step; the model's `requires_grad`
-    stays as it is.
+    """Trains W + (alpha/rank)·BA in place of W. A step trains A, B and `trains`; it freezes all other parameters.
+
+    The model's own `requires_grad` neither counts nor changes, but that of A and B counts.
 
     Args:
         pattern: names of modules with a `weight`, with `*` for any part.

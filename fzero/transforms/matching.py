@@ -44,7 +44,8 @@ def weights_of(model: nn.Module, field: str, patterns: Sequence[str]) -> dict[st
             module = modules[name]
             if not math.prod(shape_of(module)):
                 raise ValueError(
-                    f"{field}: must match weights with elements, got {f'{name}.weight'!r} of shape {shape_of(module)}; leave it out"
+                    f"{field}: must match weights with elements, got {f'{name}.weight'!r} of shape {shape_of(module)}; leave "
+                    f"it out"
                 )
             found.setdefault(owners[id(module.weight)], {})[id(module)] = module
     for name, module in modules.items():
@@ -83,10 +84,8 @@ def add_param(module: nn.Module, key: str, value: Tensor, *, field: str, trained
 
 def params_of(model: nn.Module, field: str, patterns: Sequence[str]) -> frozenset[str]:
     """The names of the parameters that any of the patterns matches, without packed bytes."""
-    names, found = (
-        [name for name, param in model.named_parameters() if param.is_floating_point() or param.is_complex()],
-        set[str](),
-    )
+    names = [name for name, param in model.named_parameters() if param.is_floating_point() or param.is_complex()]
+    found = set[str]()
     for pattern in patterns:
         if not (matches := fnmatch.filter(names, pattern)):
             raise ValueError(

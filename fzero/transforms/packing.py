@@ -75,8 +75,8 @@ def _check_is_in_step(module: nn.Module, args: object) -> None:
     """Raises where a module would compute with its bytes."""
     if not is_bound(module) and module._parameters["weight"].dtype == torch.uint8:  # type: ignore[union-attr]
         raise ValueError(
-            f"packed: a {type(module).__name__} with packed weights must run in a step, which makes numbers of its bytes, and was "
-            f"called outside; call it in step.inspect(state, …), or load fzero.transforms.merged(…) into a plain model"
+            f"packed: a {type(module).__name__} with packed weights must run in a step, which makes numbers of its bytes, and "
+            f"was called outside; call it in step.inspect(state, …), or load fzero.transforms.merged(…) into a plain model"
         )
 
 

@@ -139,7 +139,7 @@ def test_rows_without_a_direction_have_no_length_to_train() -> None:
     linear = nn.Sequential(nn.Linear(4, 3))
     with torch.no_grad():
         linear[0].weight[1] = 0
-    with pytest.raises(ValueError, match="row must have a direction, got zeros in row 1 of '0.weight'"):
+    with pytest.raises(ValueError, match=r"row must have a direction, got zeros in row 1 of '0.weight'"):
         step_of(linear, weight_norm("*"), loss_fn=mean_square)
 
 
@@ -282,7 +282,7 @@ def test_bytes_are_never_trained() -> None:
     step = step_of(net(), lora(UP, 2, bits=8, trains="*"))
     frozen = {name for b in step.plan.flat_buffers if not b.trainable for name in b.layout.names}
     assert frozen == {f"blocks.{index}.mlp.up.{key}" for index in range(2) for key in ("weight", "weight_scale")}
-    with pytest.raises(ValueError, match="trains: must match parameters, got 'blocks.0.mlp.up.weight'"):
+    with pytest.raises(ValueError, match=r"trains: must match parameters, got 'blocks.0.mlp.up.weight'"):
         step_of(step.spec.model, lora(UP, 2, bits=8, trains="blocks.0.mlp.up.weight"))
 
 
