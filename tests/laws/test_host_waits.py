@@ -115,9 +115,10 @@ ITEM, COPY = "aten._local_scalar_dense.default", "aten._to_copy.default"
 
 def check(found: list[str], operator: str, number: int) -> None:
     """Raises unless the host has waited so often, for that operator. (On a pretended card each wait is listed twice if the
-    device then has nothing left to do.)"""
+    device then has nothing left to do. A card also lists waits for copies between the memories, by whose events pinned memory is
+    used again.)"""
     if where() == "cuda":
-        assert len(found) == number, found
+        assert len([line for line in found if "torch/cuda/streams.py" not in line]) == number, found
     else:
         assert set(found) <= {operator} and len(found) in (number, 2 * number), found
 
