@@ -262,7 +262,7 @@ def is_as_added(module: nn.Module, key: str) -> bool:
 def _checksum(tensor: Tensor | None) -> int | None:
     if tensor is None or tensor.is_meta:
         return None
-    return zlib.crc32(memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()))
+    return zlib.crc32(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
 def changes_of(spec: TransformedStep) -> AllChanges:
