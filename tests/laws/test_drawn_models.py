@@ -421,7 +421,9 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
         losses.append(loss_sum)
         for params in zip(*(model.parameters() for model in models), strict=True):
             if any(p.grad is not None for p in params):
-                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]).mean(0)
+                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]).mean(
+                    0
+                )
                 for p in params:
                     p.grad = mean.clone()
         with torch.no_grad():
