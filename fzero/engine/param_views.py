@@ -97,17 +97,19 @@ class LiveParams:
         self._children = self._look_at_modules()
 
     def _look_at_modules(self) -> list[int]:
-        return [*map(id, chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules))))]
+        """The children of every module, and how many parameters it has: a new one is in none of `_slots`."""
+        children = chain.from_iterable(map(dict.values, map(attrgetter("_modules"), self._modules)))
+        return [*map(id, children), *map(len, map(attrgetter("_parameters"), self._modules))]
 
     def check_modules(self) -> None:
-        """Raises where a script has replaced, moved, added or removed modules with parameters."""
+        """Raises where a script has replaced, moved, added or removed parameters, or modules with parameters."""
         if self._look_at_modules() == self._children:
             return
         now = {n: x for n, x in self.model.named_parameters(remove_duplicate=False) if x is not None}
         for name in {**now, **self.own}:
             if now.get(name) is not self.own.get(self.plan.aliases.get(name, name)):
                 raise ValueError(
-                    f"parameter {name!r}: must be the one that was passed to initialize, and a module of the model was replaced, "
+                    f"parameter {name!r}: must be the one that was passed to initialize, and it or its module was replaced, "
                     f"moved, added or removed since; its new parameters would not be trained (in DeepSpeed, too); change the "
                     f"model before initialize, or initialize another engine with the changed model"
                 )

@@ -20,8 +20,10 @@ from typing import Any, Literal
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
 
 from fzero.graph.backends import eager_with_views, mend_reductions
+from fzero.graph.capture_errors import no_block
 from fzero.model.binding import fill_flat_weights
 from fzero.model.changes import own_forward, with_own_code
 from fzero.model.own_params import as_plain
@@ -77,8 +79,11 @@ class _CompiledBlocks:
                     return block.forward(*args, **kwargs)
             params = {key: tensor for key, _, _, tensor in _slots(block, "_parameters")}
             buffers = {key: tensor for key, _, _, tensor in _slots(block, "_buffers")}
-            with _unbound(block, own), torch._dynamo.config.patch(recompile_limit=most):
-                output, replaced = self._run(forward_only, params, buffers, args, kwargs)
+            try:
+                with _unbound(block, own), torch._dynamo.config.patch(recompile_limit=most):
+                    output, replaced = self._run(forward_only, params, buffers, args, kwargs)
+            except TorchDynamoException as error:
+                raise no_block(name, error) from error
             for path, slots, key, _ in list(_slots(block, "_buffers")):
                 if path in replaced:
                     slots[key] = replaced[path]

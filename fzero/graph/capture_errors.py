@@ -59,6 +59,15 @@ def too_often(model: str, num_graphs: int, reason: str | None) -> CompileError:
     )
 
 
+def no_block(name: str, error: Exception) -> CompileError:
+    """The error for a block that torch.compile cannot compile."""
+    return CompileError(
+        f"unit {name!r}: torch.compile cannot compile its forward: {textwrap.shorten(str(error), 600)}\n"
+        f"Leave compile='block' out, which shows whether the forward itself raises; name other modules in units=, or change "
+        f"that line."
+    )
+
+
 def _is_raised_by_fzero(error: Exception) -> bool:
     """Whether fzero has found the fault, such as a loss that is no scalar, and says so."""
     *_, last = traceback.extract_tb(error.__traceback__)

@@ -289,3 +289,26 @@ def test_torch_compile_around_a_step_runs_the_step_as_it_is(runner: str, within:
         state, metrics = compiled(state, vectors(index))
         found.append(metrics.loss.item())
     assert found == pytest.approx([loss for loss, _ in plain(lambda _: None)], rel=1e-5)
+
+
+class Renorming(nn.Module):
+    """A block whose lookup writes into its table, which torch.compile cannot trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 4, max_norm=1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.table(torch.zeros(len(x), dtype=torch.int64))
+
+
+def test_a_block_that_torch_compile_cannot_compile_is_named() -> None:
+    model = nn.Sequential(Renorming(), Renorming())
+    step = fzero.make_train_step(
+        model, {}, loss_fn=lambda model, x: model(x).square().mean(), compile="block", compile_backend="aot_eager"
+    )
+    with pytest.raises(
+        fzero.CompileError,
+        match=r"unit '0': torch.compile cannot compile its forward: (?s:.*)Leave compile='block' out",
+    ):
+        step(step.init(), torch.ones(2, 4))

@@ -412,6 +412,7 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
             torch.set_rng_state(rngs[rank])
             if index == 2:
                 EDITS[draw.edit](model)
+                sgds[rank] = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], LR)
             for x, y in zip(*(t.chunk(draw.num_micro_steps) for t in batches(rank)[index]), strict=True):
                 loss = LOSSES[draw.loss](model, (x, y))
                 (loss / draw.num_micro_steps).backward()
@@ -420,7 +421,9 @@ def plainly(draw: Draw, rngs: list[Tensor]) -> Result:
         losses.append(loss_sum)
         for params in zip(*(model.parameters() for model in models), strict=True):
             if any(p.grad is not None for p in params):
-                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad for p in params]).mean(0)
+                mean = torch.stack([torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for p in params]).mean(
+                    0
+                )
                 for p in params:
                     p.grad = mean.clone()
         with torch.no_grad():

