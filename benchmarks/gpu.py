@@ -106,6 +106,7 @@ def install(missing: list[str], folder: Path) -> str:
 
 def work(options: argparse.Namespace) -> int:
     """Runs rows one after the other; ends after one that failed, for what it left behind must not fail the next one."""
+    faulthandler.enable()  # a crash in C++ shows the line of Python
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     scale = TINY if options.tiny else CARD
     if options.work == "laws":

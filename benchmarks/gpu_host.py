@@ -93,4 +93,20 @@ def trained(scale: Scale, width: int, num_blocks: int, *, stage: int, zero: dict
         if _native_file().exists():  # operations per second are compared: this scales by the work of a token
             found["of_native"] = found["tflops"] / json.loads(_native_file().read_text())["tflops"]
         keep(found)
-    return found
+    return found | {"ranges_ms": ranges_of(lambda: step(state, batch), scale)}
+
+
+def ranges_of(call: Callable[[], Any], scale: Scale) -> dict[str, float]:
+    """The parts of a step that fzero names in a trace, and the milliseconds that the host spends in each; they may be nested."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        call()
+        synchronize(scale.device)
+    spent: dict[str, float] = {}
+    for event in profiler.key_averages():
+        if event.key.startswith("fzero::"):
+            name = event.key.removeprefix("fzero::")
+            verb = name.rpartition(" ")[0] or name
+            spent[verb] = spent.get(verb, 0.0) + event.cpu_time_total / 1e3
+    return dict(sorted(spent.items(), key=lambda one: -one[1])[:8])

@@ -108,8 +108,8 @@ def main() -> None:
 
 
 def group_of_one_card() -> None:
-    """Two ranks in a group of NCCL with one card: as long as the group is bound to no card, NCCL connects in the first collective,
-    and there finds that two ranks have one card, if both come to it."""
+    """Two ranks in a group of NCCL with one card: a group that is bound to no card connects in its first collective, and only
+    there would NCCL find that two ranks have one card, if both came to it."""
     import torch.distributed as dist
 
     from fzero.comms.hangs.failures import timeout_of

@@ -19,10 +19,10 @@ PLATFORMS = (
     Platform("Linux, CPU (gloo)", "works", "x86-64, one machine: every test"),
     Platform(
         "Linux, one GPU (CUDA)",
-        "not tested",
-        "rules checked on pretended devices; `fzero test` and `make gpu` try a card",
+        "works",
+        "one H200 with PyTorch 2.11: laws, speeds and 456 tests; `fzero test` and `make gpu` try a card",
     ),
-    Platform("Linux, several GPUs (NCCL)", "not tested", "as above"),
+    Platform("Linux, several GPUs (NCCL)", "not tested", "rules checked on pretended devices"),
     Platform(
         "Linux, several machines",
         "not tested",

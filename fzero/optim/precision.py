@@ -121,8 +121,9 @@ def find_class(name: str) -> type:
 
 TILE = 1 << 19
 """Elements that a processor updates at a time, so that their temporary tensors fit into its cache."""
-TILES_ON_GPU = 32
-"""As many tiles are one on a GPU: the temporary tensors are still small, and the host has time to launch the kernels."""
+TILES_ON_GPU = 128
+"""As many tiles are one on a GPU. The wide gradient of one takes 256 MB, while no activations are there; a block of 50M
+parameters is one tile, where smaller ones would add small kernels (counters, flags) to each."""
 
 
 NUM_SALTS = 16

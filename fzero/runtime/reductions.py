@@ -234,6 +234,8 @@ class Reductions:
                         )
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
+                if home.adds_late and isinstance(self._grads[buffer.key], Tensor):
+                    self._transfer.prefetch(stream_name("grads", buffer.key), self._home(buffer))
                 started.append((buffer, self._reduce(flat_P, buffer, home, phase), home.adds_late))
         if started:
             self._in_flight.append(_Reduction(filling, started))
@@ -262,7 +264,7 @@ class Reductions:
             mean = sending.pending.wait()
             if buffer.key in self.hook_states:
                 self.hook_states[buffer.key] = sending.state()
-            kept = self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
+            kept = self._home(buffer)
             written = self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late)
             if self.norms is not None and kept.numel() == buffer.shard_numel:
                 home, device = self._grads[buffer.key], self._transfer.device
@@ -278,6 +280,10 @@ class Reductions:
         """Whether the gradient lives on the device."""
         home = self._grads[buffer.key]
         return isinstance(home, Tensor) and home.device == self._transfer.device
+
+    def _home(self, buffer: FlatParamPlan) -> StoredTensor:
+        """The tensor to which the result of a reduction goes."""
+        return self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
 
     def _own(self, buffer: FlatParamPlan) -> StoredTensor:
         """This rank's shard (S) of the mean gradient."""

@@ -124,11 +124,10 @@ class MovingTransfer:
                 self._end_copies_out()
             return write_here(home, values, adds=adds)
         with profiler_range("write_back", name):
-            if adds:
-                self._end_copies_out()
-                return home.add_(values.to(home.device))
-            self._copy_out(home, values)
-            return values
+            # The device adds: the host would wait for it, and then the device for the host.
+            total = self.load(name, home).add_(values) if adds else values
+            self._copy_out(home, total)
+            return total
 
     def _copy_out(self, home: Tensor, values: Tensor) -> None:
         """Copies to host memory on a stream of its own, concurrently with compute."""

@@ -46,7 +46,7 @@ def test_the_readme_begins_with_what_decides() -> None:
         "For whom",
         "Only here",
         "pip install",
-        "No GPU has run",
+        "Several GPUs have not been tried",
         "state, metrics = step",
     )
     for part in decides:

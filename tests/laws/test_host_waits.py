@@ -115,9 +115,10 @@ ITEM, COPY = "aten._local_scalar_dense.default", "aten._to_copy.default"
 
 def check(found: list[str], operator: str, number: int) -> None:
     """Raises unless the host has waited so often, for that operator. (On a pretended card each wait is listed twice if the
-    device then has nothing left to do.)"""
+    device then has nothing left to do. A card also lists waits for copies between the memories, by whose events pinned memory is
+    used again.)"""
     if where() == "cuda":
-        assert len(found) == number, found
+        assert len([line for line in found if "torch/cuda/streams.py" not in line]) == number, found
     else:
         assert set(found) <= {operator} and len(found) in (number, 2 * number), found
 
@@ -130,7 +131,12 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(
     """The factor of the gradients, and whether the update is skipped: it needs the gradients then, anyway."""
     host = {f"offload_{quantity}": {"device": "cpu", "pin_memory": True} for quantity in quantities}
     zero = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0} | host}
-    check(learned(3, precision, Case(zero)), COPY, 1 if precision == "fp32" else 2)
+    number = 1 if precision == "fp32" else 2
+    check(learned(3, precision, Case(zero)), COPY, number)
+    found = learned(3, precision, Case(zero | {"gradient_accumulation_steps": 4}))
+    ends = [line for line in found if line == "Stream"]  # of micro-batches: the device adds gradients to those in host memory
+    assert where() == "cuda" or len(ends) == 3
+    check([line for line in found if line != "Stream"], COPY, number)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

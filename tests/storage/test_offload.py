@@ -219,7 +219,7 @@ def _bits(stage: int, path: str | None, precision: str) -> list[bytes]:
     for index in range(3):
         state, _ = step(state, part(data(index), step.rank, step.world_size))
     kept = in_memory(state)._replace(grads={})
-    return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
+    return [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def captured_bits(stage: int, zero: Mapping[str, Any] | None, keys: Mapping[str,
         state, metrics = step(state, part(data(index), step.rank, step.world_size))
         reported += [repr(metrics).encode(), repr(step.evaluate(state, data(index))).encode()]
     kept = in_memory(state)._replace(grads={})
-    return reported + [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
+    return reported + [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(kept)]
 
 
 @pytest.mark.covering(0)
@@ -526,7 +526,7 @@ def _reshard_bits(path: str | None) -> list[bytes]:
     assert moved is not None
     state, _ = new(moved, part(data(1), old.rank, old.world_size))
     state = fzero.place(state, step_at(1))
-    return [x.reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(state)]
+    return [x.cpu().reshape(-1).view(torch.uint8).numpy().tobytes() for x in optree.tree_leaves(state)]
 
 
 def test_real_ranks_reshard_and_place_from_files_into_files(ranks: RankPool, tmp_path: Path) -> None:

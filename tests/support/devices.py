@@ -48,6 +48,11 @@ NOT_ON_A_DEVICE: dict[str, dict[str, str]] = {
     "cuda": {
         "the_bits_of_the_device": ROUNDS,
         "test_the_processor_updates_what_lives_in_host_memory": ROUNDS,
+        "test_on_several_axes_too": ROUNDS,
+        "test_files_of_a_step_with_other_streaming_are_refused": ROUNDS,
+        "test_a_state_may_move_between_two_steps": ROUNDS,
+        "test_stage_world_size_and_placement_may_change_at_once": ROUNDS,
+        "test_a_view_that_ends_while_its_unit_is_released": ROUNDS,
     },
     "pretended": {
         "vmap": "torch.vmap makes tensors in C++, which are the processor's there",
@@ -145,7 +150,8 @@ def waits_of_the_host() -> Iterator[list[str]]:
                 yield found
             finally:
                 torch.cuda.set_sync_debug_mode("default")
-        found += [f"{x.filename}:{x.lineno}" for x in seen if "synchroniz" in str(x.message)]
+        # PyTorch also warns, once in a process, that this mode does not see every wait.
+        found += [f"{x.filename}:{x.lineno}" for x in seen if "called a synchronizing" in str(x.message)]
         return
     (card,) = CARDS
     before = card.waits + card.drains
