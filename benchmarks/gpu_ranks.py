@@ -110,12 +110,12 @@ def main() -> None:
 def group_of_one_card() -> None:
     """Two ranks in a group of NCCL with one card: a group that is bound to no card connects in its first collective, and only
     there would NCCL find that two ranks have one card, if both came to it."""
+    from datetime import timedelta
+
     import torch.distributed as dist
 
-    from fzero.comms.hangs.failures import timeout_of
-
     os.environ["LOCAL_RANK"] = "0"
-    dist.init_process_group("nccl", timeout=timeout_of(os.environ))
+    dist.init_process_group("nccl", timeout=timedelta(seconds=float(os.environ["FZERO_TIMEOUT"])))
 
 
 def laws(rank: int, size: int, device: str) -> dict[str, Any]:

@@ -88,7 +88,8 @@ Spec: TypeAlias = Replicated | Sharded | Partial
 class Placement:
     """The memory that a tensor lives in: of the accelerator, of the host (pinned or not), or a file on NVMe.
 
-    Memory of another kind is a subclass that says when a device computes with it, and puts tensors there.
+    Memory of another kind is a subclass that says when a device computes with it, and puts tensors there. It passes
+    `kind="host"`, under which plans count its bytes, and its tensors are tensors of the CPU.
 
     Args:
         kind: `device`, `host` or `nvme`.
@@ -124,11 +125,25 @@ class Placement:
             raise ValueError(
                 f"Placement: path is for kind 'nvme' only, got {self.path!r} with kind {self.kind!r}; drop path"
             )
+        if self.kind == "device" and self.is_away:
+            raise ValueError(
+                f"Placement: kind must not be 'device' where a card does not compute with the memory, got {self!r}; pass "
+                f"kind='host', and put tensors in memory of the host"
+            )
 
     @property
     def in_file(self) -> bool:
         """Whether the tensor is no memory, but a file."""
         return self.kind == "nvme"
+
+    @property
+    def is_away(self) -> bool:
+        """Whether a card, which has memory of its own, computes with a copy.
+
+        >>> [placement.is_away for placement in (DEVICE, Placement("host"))]
+        [False, True]
+        """
+        return not self.is_here("cuda")
 
     def is_here(self, device: str) -> bool:
         """Whether a device of this type computes with the memory itself: its own; for a CPU, also the host's.

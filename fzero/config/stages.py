@@ -1,7 +1,8 @@
 """The ZeRO stages as rows of a table: the specs of parameters, gradients and optimizer state.
 
 A stage decides which of the three every rank holds in full, and which are sharded (ZeRO §5, figure 1). A step asks the
-row, never for the number of the stage; that is for DeepSpeed's names, files and tables.
+row, never for the number of the stage; that is for DeepSpeed's names, files and tables. `tests/laws/test_stage_rows.py` adds a
+row between stages 2 and 3, and trains with it.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def _of_params(planned: Plan) -> tuple[dict[str, float], dict[str, int], dict[st
     sent_nbytes = sum(planned.sent_nbytes_per_step.values())
     for buffer in planned.flat_buffers:
         specs = [leaf.spec for leaf in planned.leaves(buffer)]
-        nbytes = sum(spec.local_nbytes(planned.mesh) for spec in specs if spec.placement.kind == "device")
+        nbytes = sum(spec.local_nbytes(planned.mesh) for spec in specs if not spec.placement.is_away)
         for name in buffer.layout.names:
             numel = math.prod(buffer.layout.shape(name))
             numels[name] = numel

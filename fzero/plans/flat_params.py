@@ -108,7 +108,7 @@ class FlatParamPlan:
     def updates_whole(self) -> bool:
         """Whether state off the device is updated in full instead of by sub-groups. It is if elements depend on each other, or if
         the updated part is gathered from other ranks before it is written back."""
-        return not self.elementwise or (self.joins_shards and self.param_placement.kind != "device")
+        return not self.elementwise or (self.joins_shards and self.param_placement.is_away)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,8 @@ These tensors of a flat buffer have a placement: the master (`"master"`), each t
 is as long as the buffer, the shards of parameters (`"params"`) in stage 3, and the shards of gradients (`"grads"`) in stages 2
 and 3. Tensors that every rank holds in full, and counters, live on the device. A placement follows from the configuration
 (`offload_optimizer`, `offload_param`), or is given directly, tensor by tensor. The plan holds it in the tensor's spec;
-`fzero.storage.offload` and `fzero.storage.shard_io` move the tensors accordingly.
+`fzero.storage.offload` and `fzero.storage.shard_io` move the tensors accordingly. What they ask a placement is in its class in
+`sharding/specs.py`; `place_of` in `fzero/storage/state_memory.py` is the one rule of where that is for a device.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ class FlatGrad(NamedTuple):
         is_full = buffer.grads.local_shape(mesh) == (buffer.padded_numel,)
         # Two ranks sum the state's own tensor in place. More ranks receive parts, in memory of about its size.
         is_in_place = flow.reduces_to == "full" and flow.send_dtype == flow.keep_dtype and mesh.size <= 2
-        is_free = is_in_place and placement.kind == "device" and not is_hooked
+        is_free = is_in_place and not placement.is_away and not is_hooked
         return cls(buffer.key, 0 if is_free else buffer.padded_numel, is_full, placement)
 
 

@@ -19,6 +19,9 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
 
+`executed`, the order and the events that `_issue` starts are the same on all ranks. The units that a rank uses, and so `_live`,
+are its own. A rule that leaves out a collective may only read what is the same on all ranks.
+
 A new kind is one name in `Event.kind`, one line in the rule that returns it, and one case in each of the two executors; the
 checker needs a line if the event holds memory. If all ranks must agree on it, its name goes into `AGREED` too, and `_issue`
 starts it. A request that causes it is a method that returns a tuple; `Sequencer.request` takes the method.

@@ -280,7 +280,7 @@ class StepSpec(PlanSpec):
                 "compile": f"{self.compile} with {self.compile_backend}",
                 "comm hooks": str(the_plan.comm_hooks),
                 **self.changes.texts,
-                "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.kind != "device"),
+                "placements": ", ".join(f"{n} {p.kind}" for n, p in the_plan.placements.items() if p.is_away),
             },
             "torch": {"version": str(torch.__version__)},
         }

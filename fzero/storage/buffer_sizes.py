@@ -32,7 +32,8 @@ class StreamBuffers(NamedTuple):
 def stream_buffers(plan: Plan) -> StreamBuffers:
     """The buffers of a plan, on a device with a memory of its own."""
     trained = [buffer for buffer in plan.flat_buffers if buffer.trainable]
-    wholes = [sum(_away(buffer, plan, "host", "nvme")) for buffer in trained if buffer.updates_whole]
+    in_full = [buffer for buffer in trained if buffer.updates_whole]
+    wholes = [sum(spec.local_nbytes(plan.mesh) for spec in _away(buffer, plan)) for buffer in in_full]
     longest = max((buffer.flow.updated_numel for buffer in trained), default=0)
     specs = chain((buffer.params for buffer in plan.flat_buffers), *(updated_specs(buffer, plan) for buffer in trained))
     most = plan.streaming.sub_group(longest, (spec.dtype for spec in specs if spec.placement.in_file))
@@ -88,17 +89,17 @@ def updates_on_host(buffer: FlatParamPlan, plan: Plan) -> bool:
     """Whether a buffer is updated on the CPU, by sub-groups, where the device has memory of its own: if any of its tensors is in
     a file, or if its master and optimizer state are all off the device."""
     updated, grad, *kept = updated_specs(buffer, plan)
-    if buffer.has_master or updated.placement.kind != "device":
+    if buffer.has_master or updated.placement.is_away:
         kept.append(updated)
     in_files = any(spec.placement.in_file for spec in (buffer.params, updated, grad, *kept))
-    is_away = bool(kept) and all(spec.placement.kind != "device" for spec in kept)
+    is_away = bool(kept) and all(spec.placement.is_away for spec in kept)
     return (in_files or is_away) and not buffer.updates_whole
 
 
-def _away(buffer: FlatParamPlan, plan: Plan, *kinds: str) -> list[int]:
-    """The bytes of each tensor of a buffer's update that lives in one of these memories."""
+def _away(buffer: FlatParamPlan, plan: Plan) -> list[TensorSpec]:
+    """The tensors of a buffer's update that live off the device."""
     made = [buffer.params] if buffer.has_master else []
-    return [x.local_nbytes(plan.mesh) for x in (*made, *updated_specs(buffer, plan)) if x.placement.kind in kinds]
+    return [spec for spec in (*made, *updated_specs(buffer, plan)) if spec.placement.is_away]
 
 
 def staged_from_files(plan: Plan) -> int:
@@ -113,6 +114,7 @@ def staged_from_files(plan: Plan) -> int:
 
     params = [sum(in_file(buffer.params) for buffer in unit.buffers) for unit in plan.units]
     grads = [in_file(buffer.grads) for buffer in plan.flat_buffers if buffer.trainable]
-    wholes = [_away(b, plan, "nvme") for b in plan.flat_buffers if b.trainable and b.updates_whole]
+    in_full = [buffer for buffer in plan.flat_buffers if buffer.trainable and buffer.updates_whole]
+    wholes = [[in_file(spec) for spec in _away(buffer, plan)] for buffer in in_full]
     leaving = max(chain(grads, *wholes), default=0)
     return 2 * max([*params, *map(sum, wholes)], default=0) + MOST_LEAVING * leaving

@@ -350,6 +350,6 @@ class DeviceMemory:
 
 def place_of(placement: Placement, device: torch.device) -> Place:
     """The memory of a tensor with this placement, as a device sees it."""
-    if placement.is_here(device.type) or placement.kind == "device":
+    if placement.is_here(device.type):
         return "here"
-    return placement.kind
+    return "nvme" if placement.in_file else "host"

@@ -134,7 +134,9 @@ def test_an_update_on_the_host_waits_for_the_numbers_that_it_multiplies_by(
     number = 1 if precision == "fp32" else 2
     check(learned(3, precision, Case(zero)), COPY, number)
     found = learned(3, precision, Case(zero | {"gradient_accumulation_steps": 4}))
-    ends = [line for line in found if line == "Stream"]  # of micro-batches: the device adds gradients to those in host memory
+    ends = [
+        line for line in found if line == "Stream"
+    ]  # of micro-batches: the device adds gradients to those in host memory
     assert where() == "cuda" or len(ends) == 3
     check([line for line in found if line != "Stream"], COPY, number)
 

@@ -77,6 +77,12 @@ def _trained(stage: int, precision: str, placements: Any) -> tuple[list[str], fz
     return found, optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, state), there
 
 
+def test_memory_that_a_card_does_not_compute_with_is_of_another_kind_than_the_device_s() -> None:
+    with pytest.raises(ValueError, match=r"kind must not be 'device' .* got .*InArena.*; pass kind='host'"):
+        InArena()
+    assert HOME.is_away and not Placement().is_away
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
