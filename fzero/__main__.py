@@ -89,11 +89,16 @@ def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConfigWarning)  # the file names what has no translation
             return translate.to_fsdp2(ShownConfig.load(file), file).rstrip(), {}
-    text = Path(file).read_text("utf-8")
-    if file.endswith((".yaml", ".yml")):
-        given = package("yaml", needed_by="--from").safe_load(text)
-    else:
-        given = json.loads(text)
+    yaml = package("yaml", needed_by="--from") if file.endswith((".yaml", ".yml")) else None
+    faults = (ValueError,) if yaml is None else (ValueError, yaml.YAMLError)
+    try:
+        text = Path(file).read_text("utf-8")
+        given = json.loads(text) if yaml is None else yaml.safe_load(text)
+    except faults as error:
+        kind = "JSON" if yaml is None else "YAML"
+        raise ValueError(
+            f"--from {source}: {file} is not {kind} ({error}); pass a file of keys and values, .json or .yaml"
+        ) from None
     if not isinstance(given, Mapping):
         raise ValueError(
             f"--from {source}: {file} must hold keys and values, got {type(given).__name__}; pass another file"

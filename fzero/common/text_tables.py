@@ -20,9 +20,9 @@ def as_text(report: RenderableType) -> str:
 
 def print_report(report: RenderableType, *, stderr: bool = False) -> None:
     """Prints a report, with colours on a terminal. On a narrow terminal its lines are wrapped, and nothing is cut."""
-    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False)
+    console = Console(file=sys.stderr if stderr else sys.stdout, highlight=False, force_jupyter=False)
     width = width_of(report, console.width if console.is_terminal else PLAIN_WIDTH)
-    Console(file=console.file, highlight=False, width=width).print(report, soft_wrap=True)
+    Console(file=console.file, highlight=False, width=width, force_jupyter=False).print(report, soft_wrap=True)
 
 
 def width_of(report: RenderableType, width: int) -> int:
@@ -34,7 +34,7 @@ def width_of(report: RenderableType, width: int) -> int:
     >>> width_of(table, 20), width_of(table, 80)
     (29, 80)
     """
-    wide = Console(width=100_000, file=io.StringIO())
+    wide = _into(io.StringIO(), 100_000)
     needed = Measurement.get(wide, wide.options, report)
     num_own = _rendered(report, max(width, needed.maximum)).count(CUT)
     widths = (width, max(width, needed.minimum))
@@ -47,8 +47,13 @@ CUT = "…"
 
 def _rendered(report: RenderableType, width: int) -> str:
     out = io.StringIO()
-    Console(width=width, file=out).print(report, soft_wrap=True)
+    _into(out, width).print(report, soft_wrap=True)
     return out.getvalue()
+
+
+def _into(file: io.StringIO, width: int) -> Console:
+    """A console that writes plain text to a string. In Jupyter rich would show it instead, and FORCE_COLOR would add colours."""
+    return Console(width=width, file=file, force_jupyter=False, force_terminal=False, color_system=None)
 
 
 def scale_of(most: float) -> tuple[float, str]:

@@ -167,7 +167,7 @@ def from_accelerate(given: Mapping[str, Any]) -> Translated:
     Raises:
         ConfigError: the file describes no training that fzero has.
     """
-    kind = str(given.get("distributed_type", "NO"))
+    kind = str(given.get("distributed_type"))  # `accelerate config` always writes it
     if kind == "FSDP":
         made, left = from_fsdp2(given.get("fsdp_config") or {})
     elif kind == "DEEPSPEED":

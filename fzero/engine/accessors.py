@@ -18,7 +18,7 @@ from fzero.engine.client_optimizers import lr_of
 from fzero.engine.data_efficiency import UsesDataEfficiency
 from fzero.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
-from fzero.profiling.writers import Write
+from fzero.profiling.writers import Writer
 from fzero.state import Metrics, TrainState
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Accessors(UsesDataEfficiency):
     _micro_batch: int | None
     _boundary: bool | None
     _is_applied: bool
-    _monitors: list[Write]
+    _monitors: list[Writer]
     _watch: StepLog
     comms_log: CommsLog | None
 
@@ -272,8 +272,8 @@ class Accessors(UsesDataEfficiency):
                 del events["train_loss"]
             if self.cfg.scales_loss:
                 events["loss_scale"] = metrics.loss_scale.item()
-            for write in self._monitors:
-                write(events, self.global_samples)
+            for writer in self._monitors:
+                writer.write(events, self.global_samples)
         if every and self.global_steps % every == 0:
             counts = f"step={self.global_steps}, skipped={self.skipped_steps}"
             self.log_line(f"{counts}, lr={self.get_lr()}, mom={self.get_mom()}")

@@ -6,13 +6,14 @@ Events are DeepSpeed's: `Train/Samples/{train_loss, lr, loss_scale}` over the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fzero.common.optional import MissingPackageError, package
 from fzero.config.config import ConfigError
 from fzero.engine.config_keys import CometKeys, EngineKeys
 from fzero.profiling import writers
-from fzero.profiling.writers import Write
+from fzero.profiling.writers import Writer
 
 PREFIX = "Train/Samples/"
 
@@ -20,10 +21,10 @@ PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "comet": "comet_ml"}
 """The packages of the monitors, by their keys."""
 
 
-def monitors(keys: EngineKeys) -> list[Write]:
+def monitors(keys: EngineKeys) -> list[Writer]:
     """The monitors that a configuration enables."""
     check_packages(keys)
-    made: list[Write] = []
+    made: list[Writer] = []
     if keys.tensorboard.enabled:
         folder = Path(keys.tensorboard.output_path or "runs") / keys.tensorboard.job_name
         made.append(writers.tensorboard(folder, needed_by="tensorboard.enabled"))
@@ -34,7 +35,7 @@ def monitors(keys: EngineKeys) -> list[Write]:
         made.append(writers.csv_files(folder))
     if keys.comet.enabled:
         made.append(_comet(keys.comet))
-    return [_with_events(write) for write in made]
+    return [_with_events(writer) for writer in made]
 
 
 def check_packages(keys: EngineKeys) -> None:
@@ -68,26 +69,26 @@ class MonitorMaster:
         enabled: whether there are any on this rank.
     """
 
-    def __init__(self, writers: Sequence[Write]) -> None:
+    def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers, self.enabled = writers, bool(writers)
 
     def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None:
         """Writes events: name, value, and the number of samples so far."""
         for name, value, samples in event_list:
-            for write in self._writers:
-                write({name: float(value)}, samples)
+            for writer in self._writers:
+                writer.write({name: float(value)}, samples)
 
 
-def _with_events(write: Write) -> Write:
+def _with_events(writer: Writer) -> Writer:
     """A writer whose values have the names of DeepSpeed's events."""
 
     def named(values: Mapping[str, float], samples: int) -> None:
-        write({event_of(name): value for name, value in values.items()}, samples)
+        writer.write({event_of(name): value for name, value in values.items()}, samples)
 
-    return named
+    return replace(writer, write=named)
 
 
-def _comet(keys: CometKeys) -> Write:
+def _comet(keys: CometKeys) -> Writer:
     return writers.comet(
         needed_by="comet.enabled", name=keys.experiment_name, interval=keys.samples_log_interval,
         api_key=keys.api_key, project=keys.project, workspace=keys.workspace, experiment_key=keys.experiment_key,

@@ -10,16 +10,19 @@ appends a JSON line, and rank 0 also writes to the other targets and shows a liv
 Without `log.batches` no tokens, no waiting and no operations are written. All that the loop does between two steps counts
 in `seconds`.
 
-The model's operations are those of a forward and a backward on the first batch, counted once on tensors without memory;
-recomputed forwards do not count. MFU (model FLOP/s utilisation) is their rate over the rate that a matrix product reaches here.
+The model's operations are those of a forward and a backward on the first batch, counted once on tensors without memory, times the
+batches that were taken; recomputed forwards do not count. MFU (model FLOP/s utilisation) is their rate over the rate that a
+matrix product reaches here.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -29,14 +32,14 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from fzero.common.arguments import check_kind, check_whole
+from fzero.common.arguments import check_callable, check_kind, check_path, check_whole, shown
 from fzero.common.optional import package
 from fzero.estimation.activation_trace import trace_activations
 from fzero.estimation.compare import tokens_of
 from fzero.profiling import writers
 from fzero.profiling.profiler import dtype_of, matrix_rate
 from fzero.profiling.reports import short
-from fzero.profiling.writers import Write
+from fzero.profiling.writers import Writer
 from fzero.state import Metrics
 from fzero.step import TrainStep
 from fzero.storage.host_memory import process_memory
@@ -67,11 +70,14 @@ def log(
 ) -> RunLog:
     """The log of a training loop; a context manager. *Every* rank makes one; nothing is sent.
 
+    Files and runs begin where the block begins, and end with it. A run of wandb or MLflow that the script began is used, and
+    stays open.
+
     Args:
         step: the step of the loop.
         to: any of `"jsonl"` (`folder/rank0.jsonl`, one file per rank), `"csv"`, `"tensorboard"` (both in `folder`), `"wandb"`,
             `"trackio"`, `"mlflow"`. The last four need packages of these names. Only `"jsonl"` is written by every rank.
-        folder: where files go; they are appended to.
+        folder: where files go; they are appended to. One log at a time may write JSON lines there.
         project: the project of wandb and trackio, the experiment of MLflow.
         every: write every so many steps; times are means over these. Reading metrics waits for the device.
         start: the number of steps before this loop: `int(state.step)` after a checkpoint was loaded.
@@ -84,62 +90,86 @@ def log(
     Raises:
         ValueError: an argument is wrong.
         MissingPackageError: a target's package cannot be imported; on every rank, before anything is written.
+        OSError: at the begin of the block, the folder cannot be written.
     """
     if not isinstance(step, TrainStep):
         raise ValueError(
             f"log: step must be a step of make_train_step, got {type(step).__name__}; pass that step, or engine.train_step"
         )
-    unknown = [to] if isinstance(to, str) else sorted({*to} - {*TARGETS})
+    is_list = isinstance(to, Iterable) and not isinstance(to, str)
+    unknown = [name for name in to if name not in TARGETS] if is_list else [to]
     if unknown:
         raise ValueError(f"log: to must be a list of {', '.join(TARGETS)}, got {unknown[0]!r}; pass names of this list")
+    check_path("folder", folder)
+    check_kind("project", project, str, "a name", "pass a string")
     check_whole("every", every, 1)
     check_whole("start", start, 0)
     check_kind("live", live, bool, "True or False", "pass one of these")
+    check_callable("tokens", tokens, "a function of a batch that returns its number of tokens", optional=True)
     for name, number in (("flops", flops), ("peak", peak)):
-        if number is not None and not number > 0:
+        if number is not None and not (isinstance(number, int | float) and 0 < number < math.inf):
             raise ValueError(f"log: {name} must be a positive number or None, got {number!r}; pass None to measure it")
     for name in to:
         if name in PACKAGES:
             package(name, needed_by=f"log: to={name!r}", module=PACKAGES[name], instead='use "jsonl"')
     rates = _Rates(step, tokens, flops, peak)
-    return RunLog(rates, _writers(step.rank, to, Path(folder), project), every, start, live and step.rank == 0)
+    makers = _makers(step.rank, to, Path(folder), project)
+    return RunLog(rates, makers, every, start, live and step.rank == 0)
 
 
-def _writers(rank: int, to: Sequence[str], folder: Path, project: str) -> list[Write]:
-    """The writers of this rank."""
-    made = [writers.json_lines(folder / f"rank{rank}.jsonl")] if "jsonl" in to else []
-    of_all: dict[str, Callable[[], Write]] = {
+def _makers(rank: int, to: Sequence[str], folder: Path, project: str) -> list[Callable[[], Writer]]:
+    """What makes the writers of this rank."""
+    of_all: dict[str, Callable[[], Writer]] = {
+        "jsonl": lambda: writers.json_lines(folder / f"rank{rank}.jsonl"),
         "csv": lambda: writers.csv_files(folder),
         "tensorboard": lambda: writers.tensorboard(folder, needed_by="log"),
         "wandb": lambda: writers.wandb(needed_by="log", project=project),
         "trackio": lambda: writers.trackio(needed_by="log", project=project),
         "mlflow": lambda: writers.mlflow(needed_by="log", project=project),
     }
-    return made + ([make() for name, make in of_all.items() if name in to] if rank == 0 else [])
+    return [make for name, make in of_all.items() if name in to and (rank == 0 or name == "jsonl")]
 
 
 class RunLog:
-    """`log(metrics)` ends a step of the loop; made by `fzero.log`.
+    """`log(metrics)` ends a step of the loop, inside a `with` block; made by `fzero.log`.
 
     Attributes:
         last: the values that were written last.
     """
 
-    def __init__(self, rates: _Rates, writes: Sequence[Write], every: int, start: int, shows: bool) -> None:
-        self._rates, self._writes, self._every, self._num_steps = rates, writes, every, start
+    def __init__(
+        self, rates: _Rates, makers: Sequence[Callable[[], Writer]], every: int, start: int, shows: bool
+    ) -> None:
+        self._rates, self._makers, self._every, self._num_steps = rates, makers, every, start
+        self._writers: list[Writer] | None = None  # None: outside of the block
+        self._at_exit = ExitStack()
         self._since = _Since(time.perf_counter(), start)
         self._line = _Line() if shows else None
         self.last: dict[str, float] = {}
 
     def __enter__(self) -> Self:
+        if self._writers is not None:
+            raise ValueError("log: a log must be entered once at a time, got a block inside its own; make another one")
+        with ExitStack() as stack:
+            made: list[Writer] = []
+            for make in self._makers:
+                try:
+                    made.append(make())
+                except OSError as error:
+                    if error.filename is not None:
+                        error.add_note("log: folder must be one that this process may write; pass another folder=")
+                    raise
+                stack.callback(made[-1].close)
+            if self._line is not None:
+                self._line.open()
+                stack.callback(self._line.close)
+            self._at_exit, self._writers = stack.pop_all(), made
         self._since = _Since(time.perf_counter(), self._num_steps)
-        if self._line is not None:
-            self._line.open()
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._line is not None:
-            self._line.close()
+        self._writers = None
+        self._at_exit.close()
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The batches of a loader; the time until one is there is `data_seconds`."""
@@ -152,7 +182,8 @@ class RunLog:
                 return
             self._since.data = (self._since.data or 0.0) + time.perf_counter() - began
             paused = self._rates.see(batch)
-            self._since.tokens += self._rates.tokens_of(batch)
+            self._since.tokens += int(self._rates.tokens_of(batch))
+            self._since.batches += 1
             self._since.began += paused
             yield batch
 
@@ -163,6 +194,11 @@ class RunLog:
             metrics: of the step.
             more: other numbers to write, by name.
         """
+        if self._writers is None:
+            raise ValueError(
+                "log: must be called inside its block, got a call outside; write `with fzero.log(step) as log:` around the loop"
+            )
+        check_kind("metrics", metrics, Metrics, "what a step returned", "call log(metrics), or log(engine.metrics)")
         self._num_steps += 1
         if self._num_steps % self._every:
             return
@@ -176,13 +212,26 @@ class RunLog:
         }  # fmt: skip
         if since.data is not None:
             values["data_seconds"] = since.data / num_steps
-        values |= self._rates.of(since.tokens / num_steps, values["seconds"])
-        self.last = values | {name: float(value) for name, value in more.items()}
-        for write in self._writes:
-            write(self.last, self._num_steps)
+        values |= self._rates.of(since.tokens / num_steps, since.batches / num_steps, values["seconds"])
+        self.last = values | _numbers(more, values)
+        for writer in self._writers:
+            writer.write(self.last, self._num_steps)
         if self._line is not None:
             self._line.show(self._num_steps, self.last)
         self._since = _Since(time.perf_counter(), self._num_steps)
+
+
+def _numbers(more: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
+    """The loop's own numbers, checked."""
+    numbers: dict[str, float] = {}
+    for name, value in more.items():
+        if name == "step" or name in values:
+            raise ValueError(f"log: {name} must not be given, because the log writes its own {name}; use another name")
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(f"log: {name} must be a number, got {shown(value)}; pass one, such as x.item()") from None
+    return numbers
 
 
 @dataclass(slots=True)
@@ -193,6 +242,7 @@ class _Since:
     step: int
     data: float | None = None  # None: the loop does not use `batches`
     tokens: int = 0
+    batches: int = 0
 
 
 class _Rates:
@@ -202,20 +252,24 @@ class _Rates:
         self, step: TrainStep, tokens: Callable[[Any], int] | None, flops: float | None, peak: float | None
     ) -> None:
         self._step, self.tokens_of = step, tokens or tokens_of
-        self._flops, self._peak, self._counts = flops, peak, flops is None
-        self._measure_peak()
+        self._flops_of_step = flops
+        self._flops_of_batch: float | None = None
+        self._peak, self._counts = peak, flops is None
+        if flops is not None:
+            self._measure_peak()
 
     def see(self, batch: Any) -> float:
         """Counts the operations of the first batch; the seconds that this and the measurement of the peak took."""
         if not self._counts:
             return 0.0
         began = time.perf_counter()
-        self._counts, self._flops = False, self._flops_of(batch)
-        self._measure_peak()
+        self._counts, self._flops_of_batch = False, self._flops_of(batch)
+        if self._flops_of_batch is not None:
+            self._measure_peak()
         return time.perf_counter() - began
 
     def _measure_peak(self) -> None:
-        if self._flops is not None and self._peak is None:
+        if self._peak is None:
             dtype = dtype_of(self._step.plan, self._step.runtime.autocast)
             self._peak = matrix_rate(self._step.device, dtype)
 
@@ -234,13 +288,20 @@ class _Rates:
                 )
             return None
 
-    def of(self, tokens: float, seconds: float) -> dict[str, float]:
-        """Tokens per second of all ranks, operations per second of this one, MFU, and memory in bytes."""
+    def of(self, tokens: float, num_batches: float, seconds: float) -> dict[str, float]:
+        """Tokens per second of all ranks, operations per second of this one, MFU, and memory in bytes.
+
+        Args:
+            tokens, num_batches, seconds: of one step, as means over some.
+        """
         found: dict[str, float] = {}
         if tokens:
             found |= {"tokens": tokens, "tokens_per_second": tokens * self._step.data_world_size / seconds}
-        if self._flops is not None and self._peak is not None:
-            rate = self._flops / seconds
+        flops = self._flops_of_step
+        if self._flops_of_batch is not None:
+            flops = self._flops_of_batch * num_batches
+        if flops is not None and self._peak is not None:
+            rate = flops / seconds
             found |= {"tflops_per_second": rate / 1e12, "mfu": rate / self._peak}
         found["memory_bytes"] = process_memory("VmRSS")
         if self._step.device.type == "cuda":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,21 @@ def test_a_class_of_transformers_takes_sizes() -> None:
     assert small.model.config.num_hidden_layers == 2 and small.num_params < 1e6  # type: ignore[union-attr]
     with pytest.raises(ModelError, match=r"'num_hiden_layers' must be.*of LlamaConfig.*did you mean num_hidden"):
         named("LlamaForCausalLM,num_hiden_layers=2")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "source", "message"),
+    [
+        ("a.yaml", b"\xff\xfe\x00", "accelerate", "a.yaml is not YAML"),
+        ("a.yaml", b"a: [1", "accelerate", "a.yaml is not YAML"),
+        ("fsdp.py", b"import torch", "fsdp2", "fsdp.py is not JSON"),
+        ("ds.json", b'{"zero_optimization": {"stage": 3}}', "accelerate", "distributed_type: must be FSDP.*got 'None'"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(
+    name: str, content: bytes, source: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A configuration of DeepSpeed, for one, must not become one without ZeRO."""
+    (tmp_path / name).write_bytes(content)
+    assert main(["config", str(tmp_path / name), "--from", source]) == 1
+    assert re.search(message, capsys.readouterr().err)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 import fzero
 
@@ -43,3 +44,36 @@ def test_a_notebook_runs_and_shows_its_values(notebook: Path) -> None:
 
 def test_there_are_three() -> None:
     assert len(NOTEBOOKS) == 3 and fzero.notebook_launch
+
+
+def test_a_report_is_plain_text_in_a_notebook_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In Jupyter rich shows what it prints instead of writing it, and the kernel asks for colours."""
+    plan = fzero.plan(nn.Linear(4, 4), {"zero_optimization": {"stage": 2}}, world_size=2)
+    expected, html = str(plan), plan._repr_html_()
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert str(plan) == expected and plan._repr_html_() == html
+    assert "ZeRO stage 2 on 2 ranks" in html and "\x1b" not in html
+
+
+KERNEL_CELLS = [
+    "import torch, fzero\nfrom torch import nn\nmodel = nn.Linear(4, 4)\ncfg = {'zero_optimization': {'stage': 2}}",
+    """def train():
+    step = fzero.make_train_step(model, cfg, loss_fn=lambda model, x: (model(x) - x).square().mean())
+    state, metrics = step(step.init(), torch.ones(2, 4))
+    return step.rank, step.world_size, metrics.loss.item()
+results = fzero.notebook_launch(train, num_procs=2)
+[(rank, world) for rank, world, _ in results], results[0][2] == results[1][2]""",
+    "fzero.plan(model, cfg, world_size=2)",
+]
+
+
+@pytest.mark.long
+def test_a_real_kernel_launches_ranks_and_shows_a_plan_once() -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in KERNEL_CELLS])
+    nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3").execute()
+    assert notebook.cells[1].outputs[-1]["data"]["text/plain"] == "([(0, 2), (1, 2)], True)"
+    (shown,) = notebook.cells[2].outputs
+    assert "ZeRO stage 2 on 2 ranks" in shown["data"]["text/html"]

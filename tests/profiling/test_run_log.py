@@ -95,10 +95,14 @@ def test_every_rank_writes_its_lines_and_rank_0_the_rest(ranks: RankPool, tmp_pa
 
 
 class Module:
-    """Records the calls of its functions."""
+    """Records the calls of its functions. Nobody has begun a run."""
+
+    run = None
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any, Any]] = []
+
+    def active_run(self) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
@@ -118,6 +122,20 @@ def test_a_target_gets_every_number(
             written.setdefault(kwargs["step"], {}).update(args[0])
     assert [written[n]["loss"] for n in (1, 2, 3, 4)] == [one.loss.item() for one in metrics]
     assert [{"step": step} | values for step, values in written.items()] == lines(tmp_path / "rank0.jsonl")
+    assert module.calls[-1][0] in ("finish", "end_run")  # with the block
+
+
+@pytest.mark.parametrize("target", ["wandb", "mlflow"])
+def test_a_run_that_the_script_began_is_used_and_stays_open(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = Module()
+    begun: dict[str, Any] = {"run": object(), "active_run": object}
+    for name, value in begun.items():
+        monkeypatch.setattr(module, name, value, raising=False)
+    monkeypatch.setitem(sys.modules, target, module)  # type: ignore[arg-type]
+    trained(str(tmp_path), to=[target])
+    assert {name for name, _, _ in module.calls} <= {"log", "log_metrics"} and module.calls
 
 
 def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,6 +143,7 @@ def test_tensorboard_gets_every_number(tmp_path: Path, monkeypatch: pytest.Monke
     fake = SimpleNamespace(SummaryWriter=lambda folder: writer)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", fake)  # type: ignore[arg-type]
     metrics = trained(str(tmp_path), to=["tensorboard"])
+    assert writer.calls[-1][0] == "close"
     losses = [args for name, args, _ in writer.calls if name == "add_scalar" and args[0] == "loss"]
     assert losses == [("loss", one.loss.item(), n) for n, one in enumerate(metrics, 1)]
 
@@ -144,6 +163,12 @@ def test_a_missing_package_is_named_before_anything_is_written(
     [
         ({"to": ["json"]}, "to must be a list of jsonl, .*got 'json'"),
         ({"to": "jsonl"}, "to must be a list"),
+        ({"to": None}, "to must be a list.*got None"),
+        ({"folder": 3}, "folder: must be a path"),
+        ({"project": None}, "project: must be a name"),
+        ({"tokens": 3}, "tokens: must be a function"),
+        ({"flops": "many"}, "flops must be a positive number or None, got 'many'"),
+        ({"peak": float("inf")}, "peak must be a positive number"),
         ({"every": 0}, "every"),
         ({"peak": -1.0}, "peak must be a positive number or None, got -1.0"),
     ],
@@ -183,3 +208,73 @@ def test_rank_0_shows_its_last_values(tmp_path: Path, capsys: pytest.CaptureFixt
     assert shown.startswith("step 1: loss ") and "tokens/s" in shown and "MFU" in shown and "data " in shown
     trained(str(tmp_path), live=False)
     assert not capsys.readouterr().err
+
+
+def test_batches_of_an_accumulation_all_count(tmp_path: Path) -> None:
+    """A step may take its micro-batches from the iterator."""
+    torch.manual_seed(0)
+    step = fzero.make_train_step(Words(), CONFIG | {"gradient_accumulation_steps": 2})
+    state = step.init()
+    with fzero.log(step, folder=tmp_path, peak=1e12) as log:
+        source = log.batches(batches(4))
+        for _ in range(2):
+            state, metrics = step(state, source)
+            log(metrics)
+    for line in lines(tmp_path / "rank0.jsonl"):
+        assert line["tokens"] == 2 * ROWS * LENGTH
+        flops = 2 * 3 * 2 * ROWS * LENGTH * WIDTH * 10
+        assert line["tflops_per_second"] == pytest.approx(flops / line["seconds"] / 1e12)
+
+
+def test_one_log_at_a_time_writes_to_a_folder(tmp_path: Path) -> None:
+    step = made()
+    with fzero.log(step, folder=tmp_path, live=False):
+        other = fzero.log(step, folder=tmp_path)
+        with pytest.raises(ValueError, match=r"another one writes .*rank0.jsonl; pass another folder"), other:
+            pass
+    with other:  # the first one has ended
+        pass
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError) as caught, fzero.log(made(), folder=tmp_path / "file"):
+        pass
+    assert "pass another folder=" in caught.value.__notes__[0]
+
+
+def test_a_log_is_called_inside_its_block(tmp_path: Path) -> None:
+    step = made()
+    _, metrics = step(step.init(), next(batches(1)))
+    log = fzero.log(step, folder=tmp_path)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match="must be called inside its block"):
+        log(metrics)
+    with log:
+        log(metrics)
+        with pytest.raises(ValueError, match="entered once at a time"), log:
+            pass
+    with pytest.raises(ValueError, match="must be called inside its block"):
+        log(metrics)
+    assert len(lines(tmp_path / "rank0.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"step": 3}, "step must not be given"),
+        ({"loss": 3.0}, "loss must not be given"),
+        ({"note": "good"}, "note must be a number, got 'good'"),
+        ({"pair": torch.ones(2)}, "pair must be a number, got a Tensor"),
+    ],
+)
+def test_a_wrong_number_of_the_loop_is_named(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    one = torch.tensor(1.0)
+    with fzero.log(made(), folder=tmp_path) as log, pytest.raises(ValueError, match=message):
+        log(fzero.Metrics(one, one, one, one, one), **more)
+    assert lines(tmp_path / "rank0.jsonl") == []
+
+
+def test_what_is_no_metrics_is_refused(tmp_path: Path) -> None:
+    with fzero.log(made(), folder=tmp_path) as log, pytest.raises(ValueError, match="must be what a step returned"):
+        log(torch.ones(()))  # type: ignore[arg-type]
