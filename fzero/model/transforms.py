@@ -21,7 +21,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
-from types import FunctionType
+from types import MethodType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -431,10 +431,7 @@ class AllChanges:
                     module = _module_of(model, name, self._changes[index].name)
                     if not any(module is other for other in wrapped):
                         wrapped.append(module)
-                        forward = wrap(name, module)
-                        if not isinstance(forward, FunctionType):
-                            forward = _function(forward)
-                        forward.__dict__["fzero_bound"] = True  # a graph does not depend on it as on the model's own
+                        forward = _method(module, wrap(name, module))
                         own.append((module, own_forward(module)))
                         module.__dict__["forward"] = forward
             yield
@@ -455,10 +452,12 @@ def _module_of(model: nn.Module, name: str, transform: str) -> nn.Module:
         ) from None
 
 
-def _function(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls a method or another object, which may have no attributes of its own."""
+def _method(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The forward as a method of a module. A copy of the module that the model makes meanwhile gets the method with the copy, and
+    runs the code of its class: `forward` would compute with the parameters of the module that was copied."""
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
 
-    return call
+    run.__dict__["fzero_bound"] = True  # a graph does not depend on it as on the model's own
+    return MethodType(run, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,3 +168,33 @@ def test_transforms_of_one_name_are_told_apart() -> None:
     same = [lambda spec, text=text: fzero.transforms.Changes(name="two words", text=text) for text in "ab"]
     step = fzero.make_train_step(Moving(), {}, transforms=same)
     assert step.runtime.changes.texts == {"two words": "a", "two words 2": "b"}
+
+
+class KeepsACopy(nn.Module):
+    """Computes with a copy of its blocks, made in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "old"):
+            self.old = [copy.deepcopy(self.blocks)]
+        with torch.no_grad():
+            y = self.old[0](x)
+        return (self.blocks(x + y) - y).square().mean()
+
+
+@pytest.mark.parametrize("how", [{"compile": "block", "compile_backend": "aot_eager"}, {"checkpoint": 1}], ids=str)
+def test_a_copy_that_a_forward_makes_of_its_blocks_has_their_old_parameters(how: dict[str, Any]) -> None:
+    def losses(**how: Any) -> list[float]:
+        torch.manual_seed(0)
+        cfg = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+        step = fzero.make_train_step(KeepsACopy(), cfg, **how)
+        state, found = step.init(), list[float]()
+        for _ in range(4):
+            state, metrics = step(state, torch.ones(4, 8))
+            found.append(float(metrics.loss))
+        return found
+
+    assert losses(**how) == pytest.approx(losses(), rel=1e-6)
