@@ -328,6 +328,7 @@ def _train(**keys: Any) -> None:
 
 def test_wandb_gets_the_events_that_deepspeed_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = Recorder("wandb", monkeypatch)
+    wandb.run = None  # the script has begun none
     _train(wandb={"enabled": True, "project": "mine", "team": "us"})
     assert wandb.calls[0] == ("init", (), {"project": "mine", "group": None, "entity": "us"})
     logs = [(args[0], kwargs["step"]) for name, args, kwargs in wandb.calls[1:] if name == "log"]
