@@ -247,10 +247,8 @@ class DryPass:
             reduction.arriving += shard * (not home.is_in_place and plan.num_shards > 1)
         if home.adds_late and not (ledger.is_here(buffer.grads) or buffer.grads.placement.in_file):
             nbytes = ledger.nbytes_of(buffer.grads)  # the sum so far, to which the device adds
-            reduction.arriving, end = (
-                reduction.arriving + nbytes,
-                max(end, ledger.fetch(buffer.grads, nbytes, buffer.key)),
-            )
+            reduction.arriving += nbytes
+            end = max(end, ledger.fetch(buffer.grads, nbytes, buffer.key))
         if ledger.device == "cpu" and plan.num_shards > 1:
             # Shards are received one by one, the first into the result buffer unless that holds a summand: in stage 1 this
             # rank's own, which the sum overwrites.

@@ -430,7 +430,8 @@ def pass_over_shards(*, pinned: bool = True, asks_ahead: bool = True) -> None:
             assert same_bits(grads[name], 2 * x + (name == "h.1"))
         assert [norm.item() for norm in norms] == [grads[name].sum().item() for name in names]
         nbytes = sum(4 * len(x) for x in shards.values())
-        assert card.crossed == Crossed(2 * nbytes + 4 * 65, nbytes + 4 * 65 + 4 * 4)  # a sum comes to the device, and goes back
+        added = 4 * 65  # comes to the device, and goes back
+        assert card.crossed == Crossed(2 * nbytes + added, nbytes + added + 4 * 4)
         transfer.prefetch("h.0", shards["h.0"])
         transfer.abandon()
 
