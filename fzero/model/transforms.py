@@ -372,8 +372,10 @@ class AllChanges:
     def trained(self, model: nn.Module) -> Set[str] | None:
         """The names of the parameters that are trained; None where those that require a gradient are."""
         chosen = [one.trains for one in self._changes if one.trains is not None]
+        if not chosen:
+            return None
         own = {name for name, param in model.named_parameters() if name in self.added and param.requires_grad}
-        return own | frozenset[str]().union(*chosen) - self.added - self.sizes.keys() if chosen else None
+        return own | frozenset[str]().union(*chosen) - self.added - self.sizes.keys()
 
     def check_given(self, given: Collection[str], model: nn.Module) -> None:
         """Raises ValueError where a state dict has only some of the trained parameters that one transform has added."""

@@ -214,7 +214,7 @@ def _adds_a_layer(module: nn.Module) -> None:
         (lambda module: module.double(), "parameter '0.weight': must remain a view of the state"),
         (_replaces, "parameter '0.weight': must be the one that was passed to initialize"),
         (_adds_a_buffer, "buffer '0.late': must be there when the step is made"),
-        (_adds_a_layer, "parameter '3.weight': must be the one that was passed to initialize, and a module"),
+        (_adds_a_layer, "parameter '3.weight': must be the one that was passed to initialize, and it or its module"),
     ],
 )
 def test_a_change_of_the_module_that_training_would_lose_is_an_error(
