@@ -24,6 +24,32 @@ def memory_available() -> int:
     return 1024 * int(line.split()[1])
 
 
+def rates(scale: Scale) -> dict[str, Any]:
+    """How fast all cores copy memory, and update fp32 parameters by PyTorch's fused AdamW: the limits of state in host memory."""
+    import torch
+
+    numel = 2**28 if scale.on_card else 2**20
+    param, grad, mean, square = (torch.zeros(numel) for _ in range(4))
+    calls = {
+        "host_copy_gb_per_s": (8e-9, lambda: mean.copy_(grad)),
+        "host_adamw_million_per_s": (
+            1e-6,
+            lambda: torch._fused_adamw_(
+                [param], [grad], [mean], [square], [], [torch.ones(())],
+                lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
+            ),
+        ),
+    }  # fmt: skip
+    found: dict[str, Any] = {"passed": True, "host_threads": torch.get_num_threads()}
+    for name, (unit, call) in calls.items():
+        call()
+        start = time.perf_counter()
+        for _ in range(3):
+            call()
+        found[name] = 3 * numel * unit / (time.perf_counter() - start)
+    return found
+
+
 def native(scale: Scale) -> dict[str, Any]:
     """The smallest model with its state on the device: what the others are compared with, scaled by their work per token."""
     found = trained(scale, *scale.host[0], stage=2, zero={})

@@ -168,6 +168,8 @@ def host_table(rows: Rows) -> list[str]:
         "",
         *_table(names, cells),
         "",
+        *(f"- {name}, ms of the host: {row['ranges_ms']}" for name, row in found.items() if "ranges_ms" in row),
+        "",
     ]
 
 

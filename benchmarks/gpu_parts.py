@@ -74,8 +74,6 @@ SPEED = {
     "fzero, stage 0": Row(speed.fzero_contender(0), 40),
     "fzero, stage 3": Row(speed.fzero_contender(3), 40),
     BLOCK: Row(speed.plain(compiled=True), 60),
-    # In a process in which the profiler has run, a capture of a CUDA graph may end the process.
-    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),
     "fzero, stage 0, block": Row(speed.fzero_contender(0, "block"), 60),
     "fzero, stage 3, block": Row(speed.fzero_contender(3, "block"), 60),
     "fzero, stage 2": Row(speed.fzero_contender(2), 40),
@@ -84,11 +82,12 @@ SPEED = {
     "fzero, stage 0, step": Row(speed.fzero_contender(0, "step"), 120),
     "fzero, stage 3, step": Row(speed.fzero_contender(3, "step"), 150),
     "fzero, stage 1": Row(speed.fzero_contender(1), 40),
-    "plain, eager, CUDA graph": Row(speed.plain(graph=True), 40),
     "fzero, stage 1, block": Row(speed.fzero_contender(1, "block"), 60),
     "fzero, stage 2, block": Row(speed.fzero_contender(2, "block"), 60),
     "fzero, stage 1, step": Row(speed.fzero_contender(1, "step"), 120),
     "fzero, stage 2, step": Row(speed.fzero_contender(2, "step"), 120),
+    GRAPH: Row(speed.plain(compiled=True, graph=True), 60),  # on one card its capture ended the process
+    "plain, eager, CUDA graph": Row(speed.plain(graph=True), 40),
     "idle times, plain": Row(speed.gaps(partial(speed.plain_contender, compiled=False)), 40),
     "idle times, fzero, stage 0": Row(speed.gaps(partial(speed.fzero_step, stage=0)), 40),
     "idle times, fzero, stage 3": Row(speed.gaps(partial(speed.fzero_step, stage=3)), 40),
@@ -97,6 +96,7 @@ SPEED = {
 }
 NATIVE = "1.3B, state on the device"
 HOST_STATE = {
+    "rates of the host": Row(host.rates, 30),
     NATIVE: Row(host.native, 40),
     "1.3B, optimizer on the host": Row(host.on_host(0), 60),
     "6.8B, optimizer on the host": Row(host.on_host(2), 120),

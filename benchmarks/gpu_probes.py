@@ -43,31 +43,6 @@ def card(scale: Scale) -> dict[str, Any]:
                 pair[0].copy_(pair[1], non_blocking=True)
             synchronize("cuda")
             found[f"{name}_gb_per_s"] = 4 * 2**28 / (time.perf_counter() - start) / 1e9
-    return found | host_rates(2**28 if scale.on_card else 2**20)
-
-
-def host_rates(numel: int) -> dict[str, Any]:
-    """How fast all cores copy memory, and update fp32 parameters by PyTorch's fused AdamW: the limits of state in host memory."""
-    import torch
-
-    param, grad, mean, square = (torch.zeros(numel) for _ in range(4))
-    calls = {
-        "host_copy_gb_per_s": (8e-9, lambda: mean.copy_(grad)),
-        "host_adamw_million_per_s": (
-            1e-6,
-            lambda: torch._fused_adamw_(
-                [param], [grad], [mean], [square], [], [torch.ones(())],
-                lr=1e-3, beta1=0.9, beta2=0.999, weight_decay=0.01, eps=1e-8, amsgrad=False, maximize=False,
-            ),
-        ),
-    }  # fmt: skip
-    found: dict[str, Any] = {"host_threads": torch.get_num_threads()}
-    for name, (unit, call) in calls.items():
-        call()
-        start = time.perf_counter()
-        for _ in range(3):
-            call()
-        found[name] = 3 * numel * unit / (time.perf_counter() - start)
     return found
 
 

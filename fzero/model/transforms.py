@@ -7,7 +7,7 @@ A transform is a function of the arguments of a step (`StepSpec`: model, configu
 - tensors that it has added to modules, with their first values.
 
 All runners apply the same changes: the eager step, a captured graph, all ranks at once, generation and the dry run. In
-the model stay the tensors that were added; `lora` also freezes the others, and `packed` replaces weights by their bytes.
+the model stay the tensors that were added, and the bytes by which `packed` replaces weights.
 
 Transforms compose in the order of their list: a view gets the value of the view before it, and a later forward wraps an earlier
 one. So `[a, b]` is `b(a(model))`.
@@ -15,6 +15,7 @@ one. So `[a, b]` is `b(a(model))`.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -238,7 +239,7 @@ class TransformedStep(Protocol):
 
 
 class ModelTransform(Protocol):
-    """A feature: what it changes in the model of a step. It may add, freeze or replace tensors of modules, once.
+    """A feature: what it changes in the model of a step. It may add or replace tensors of modules, once.
 
     Raises:
         ConfigError, ValueError: the step cannot have it; names the field, the rule, the value and the fix.
@@ -314,7 +315,9 @@ def _checked(changes: Changes, model: nn.Module) -> Changes:
         module, _, key = name.rpartition(".")
         owner = model.get_submodule(module)
         added_to(owner).setdefault(key, tuple(params[name].shape))
-        owner.__dict__.setdefault("fzero_first", {}).setdefault(key, _checksum(params[name]))
+        noted = owner.__dict__.setdefault("fzero_first", {})
+        if key not in noted:
+            noted[key] = _checksum(params[name])
     return changes
 
 
@@ -456,10 +459,12 @@ def _module_of(model: nn.Module, name: str, transform: str) -> nn.Module:
 
 def _method(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
     """The forward as a method of a module. A copy of the module that the model makes meanwhile gets the method with the copy, and
-    runs the code of its class: `forward` would compute with the parameters of the module that was copied."""
+    runs a copy of the forward before: `forward` would compute with the parameters of the module that was copied."""
+    before = module.forward
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs) if self is module else type(self).forward(self, *args, **kwargs)
+        own = forward if self is module else copy.deepcopy(before, {id(module): self})
+        return own(*args, **kwargs)
 
     run.__dict__["fzero_bound"] = True  # a graph does not depend on it as on the model's own
     return MethodType(run, module)

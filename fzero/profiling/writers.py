@@ -1,4 +1,4 @@
-"""Writers: functions that write named numbers to JSON lines, CSV files, TensorBoard, Weights & Biases, Comet, trackio and MLflow.
+"""`Writer`: writes named numbers to JSON lines, CSV files, TensorBoard, Weights & Biases, Comet, trackio and MLflow.
 
 `fzero.log` and the monitors of an engine use them. A writer takes values by name, and the number of steps (for an engine:
 of samples) so far. Optional packages are imported when a writer is made. `fzero.log` closes its writers, which ends the runs that
