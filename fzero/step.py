@@ -27,7 +27,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.model.fetched_parameters import untraced
+from fzero.model.own_params import untraced
 from fzero.plans.comm_hooks import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder

@@ -28,8 +28,8 @@ from fzero.graph.impure import check_caches, check_class, check_not_kept, no_ten
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
-from fzero.model.fetched_parameters import marks_of, new_marks
-from fzero.model.own_params import check_unchanged, own_class
+from fzero.model.own_params import marks_of, new_marks, own_class
+from fzero.model.tensor_checks import check_unchanged
 from fzero.model.transforms import Call, in_own_dtypes
 from fzero.runtime.loss import loss_of
 from fzero.runtime.module_buffers import check_no_views

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
-from fzero.model.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.model.held_tensors import Held
-from fzero.model.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.model.own_params import Fetch, FetchedParameters, Substitutes, marked, marks_of, shape_and_dtype
+from fzero.model.tensor_checks import check_no_hooks
 
 
 def is_bound(model: nn.Module) -> bool:

@@ -34,7 +34,7 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.model.binding import beneath_model, beneath_modes
 from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
-from fzero.model.fetched_parameters import untraced
+from fzero.model.own_params import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Event, Run
 from fzero.plans.unit_scheduler import UnitScheduler

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending, ended
 from fzero.comms.records import Phase, label_of
-from fzero.model.held_tensors import address
+from fzero.model.own_params import address
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.param_views import ParamViews

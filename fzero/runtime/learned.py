@@ -23,7 +23,7 @@ from torch import Tensor
 
 from fzero.model.held_tensors import Held, has_storage
 from fzero.model.origin import Origin
-from fzero.model.own_params import OwnGrads, sharing_buffers
+from fzero.model.tensor_checks import OwnGrads, sharing_buffers
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.schedule_cache import ScheduleCache
 from fzero.plans.unit_orders import Event, Orders, Run

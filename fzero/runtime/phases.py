@@ -23,7 +23,7 @@ from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
 from fzero.comms.records import Label
 from fzero.model.binding import is_bound
-from fzero.model.own_params import OwnGrads, check_unchanged
+from fzero.model.tensor_checks import OwnGrads, check_unchanged
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
 from fzero.runtime import outcome

@@ -19,7 +19,7 @@ from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
-from fzero.model.trainability import FixedFlags
+from fzero.model.origin import FixedFlags
 from fzero.model.transforms import AllChanges
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform

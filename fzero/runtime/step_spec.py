@@ -25,7 +25,7 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.fields import compared
 from fzero.model.held_tensors import Held, find_held
-from fzero.model.own_params import check_tensors
+from fzero.model.tensor_checks import check_tensors
 from fzero.model.transforms import AllChanges, ModelTransform, changes_of
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.model.errors import INSIDE, flag_changed, has_hook, lost_again, marked, raise_named, was_changed
-from fzero.model.fetched_parameters import new_marks, untraced
-from fzero.model.own_params import bits_of, pass_as_parameter
+from fzero.model.own_params import bits_of, new_marks, pass_as_parameter, untraced
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.plan import UnitPlan
 from fzero.plans.unit_orders import Run
