@@ -84,22 +84,6 @@ def table_of(state: TrainState[Any]) -> Table:
     return table
 
 
-def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
-    """The same tensors for a step that writes into them; from now on `state` is donated.
-
-    An empty counter marks a donated state. A copy that shares the counter is marked, too: it shares the memory that the step
-    overwrites.
-    """
-    own = state._replace(step=state.step.clone())
-    state.step.resize_(0)
-    return own
-
-
-def is_donated(state: TrainState[Tensor]) -> bool:
-    """Whether a step has taken this state. Its tensors then belong to the next state."""
-    return not state.step.numel()
-
-
 class Metrics(NamedTuple):
     """The report of one step: 0-d tensors, the same on every rank. Reading one with `.item()` waits for the device."""
 

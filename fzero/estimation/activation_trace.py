@@ -38,8 +38,7 @@ from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.batches import map_tensors, without_memory
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.batches import LossFn, loss_of, map_tensors, without_memory
 from fzero.storage.buffer_sizes import pinned_nbytes
 from fzero.transforms.checkpointing import Moves, Site, checkpointed, choose_modules
 from sharding.views import torch_dtype

@@ -31,7 +31,7 @@ from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, 
 from fzero.model.own_params import marks_of, new_marks, own_class
 from fzero.model.tensor_checks import check_unchanged
 from fzero.model.transforms import Call, in_own_dtypes
-from fzero.runtime.loss import loss_of
+from fzero.runtime.batches import loss_of
 from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState

@@ -24,9 +24,10 @@ from fzero.model.binding import random_state
 from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
-from fzero.runtime.finish import Collected, GradNorms
+from fzero.runtime.finish import Collected
+from fzero.runtime.inspection import evaluated
 from fzero.runtime.outcome import explained
-from fzero.runtime.programs import evaluated
+from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState

@@ -35,7 +35,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan
 from fzero.runtime.finish import Outcome, finish, norm_parts
-from fzero.runtime.loss import agreed_buffers, range_places
+from fzero.runtime.module_buffers import agreed_buffers, range_places
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas

@@ -14,14 +14,16 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeVar
 
+from fzero.comms.comm_hooks import CommHook
 from fzero.config.stages import StageSpecs
 from fzero.optim.precision import Dtypes
 from fzero.plans.mesh_axes import num_ranks, replicate_axes, sum_order
 from sharding import Mesh, Partition, Replicated, Sharded, Spec
+from sharding.views import torch_dtype
 
 
 class Named(Protocol):
@@ -222,3 +224,37 @@ def along(axes: tuple[AnyAxis, ...], names: Collection[str]) -> tuple[AnyAxis, .
     if len(axes) == 1 or not names:  # the usual case at once: a step asks several times per unit
         return axes if names and axes[0].name in names else ()
     return tuple(axis for axis in axes if axis.name in names)
+
+
+ByAxis = Mapping[str, CommHook]
+
+
+@dataclass(frozen=True, slots=True)
+class CommHooks:
+    """The comm hooks by axis; along an axis that is not named, numbers are sent exactly.
+
+    Attributes:
+        gather: for gathers of trained parameters, in the forward and the backward of stage 3.
+        frozen: for gathers of frozen parameters.
+        reduce: for reductions of gradients.
+    """
+
+    gather: ByAxis = field(default_factory=dict)
+    frozen: ByAxis = field(default_factory=dict)
+    reduce: ByAxis = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.gather or self.frozen or self.reduce)
+
+    def of_gathers(self, dtype: str, *, trained: bool) -> ByAxis:
+        """Those for gathers of parameters; codes (packed weights) are no numbers to round, and are sent exactly."""
+        return (self.gather if trained else self.frozen) if torch_dtype(dtype).is_floating_point else {}
+
+    def __str__(self) -> str:
+        parts = {"gathers": self.gather, "gathers of frozen parameters": self.frozen, "reductions": self.reduce}
+        return ", ".join(
+            f"{name} along {axis} through {hook.name}"
+            for name, hooks in parts.items()
+            for axis, hook in hooks.items()
+            if not (hooks is self.frozen and self.frozen == self.gather)
+        )

@@ -39,12 +39,11 @@ from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Event, Run
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.autograd_nodes import Visits, visits_in
-from fzero.runtime.finish import GradNorms
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.learned import Learned
 from fzero.runtime.outcome import explain
 from fzero.runtime.param_views import ParamViews
-from fzero.runtime.reductions import Reductions
+from fzero.runtime.reductions import GradNorms, Reductions
 from fzero.runtime.sequencer import Sequencer
 from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer

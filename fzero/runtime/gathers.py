@@ -252,7 +252,8 @@ class Gathers:
 
     def close(self) -> None:
         """Drops the values of views, and the shards that are being loaded."""
-        self._seen.close()
+        if self._seen.is_on:
+            self._seen.close()
         self._transfer.abandon()
 
     def check_full(self) -> None:

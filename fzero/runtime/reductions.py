@@ -7,7 +7,7 @@ otherwise. The unit scheduler decides when a flat gradient begins, and when its 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,6 @@ from fzero.comms.records import Phase, label_of
 from fzero.plans.dataflow import GradHome, Holds, carried
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.runtime.finish import GradNorms
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype, unflatten
@@ -305,3 +304,40 @@ def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
     for name, part in cut(flat_P, buffer).items():
         if name not in written:
             part.zero_()
+
+
+class GradNorms:
+    """The norms of reduced gradients, by flat buffer, measured when a reduction ends: then its result is in the caches.
+
+    Args:
+        measure: `LossRules.of_shard`.
+        in_memory: whether gradients in memory are measured, too; allowed only where PyTorch counts every change to them.
+    """
+
+    def __init__(self, measure: Callable[[Tensor], Tensor], *, in_memory: bool) -> None:
+        self._measure, self._in_memory = measure, in_memory
+        self._found: dict[str, tuple[Tensor, StoredTensor, int]] = {}
+
+    def reduced(self, key: str, home: StoredTensor, result: Tensor, device: torch.device, *, is_final: bool) -> None:
+        """A reduction has ended.
+
+        Args:
+            home: the gradient in the state.
+            result: this rank's shard of it, in memory (S).
+            device: of the number.
+            is_final: whether no other reduction follows.
+        """
+        self._found.pop(key, None)
+        if is_final and result.numel() and (self._in_memory or not isinstance(home, Tensor)):
+            number = self._measure(result if result.dtype == home.dtype else result.to(home.dtype))
+            self._found[key] = number.to(device), home, _version(home)
+
+    def of(self, key: str, home: StoredTensor) -> Tensor | None:
+        """The norm of a gradient, if it was measured and, as far as PyTorch counts, has not changed since."""
+        number, measured, version = self._found.get(key, (None, None, 0))
+        return number if measured is home and _version(home) == version else None
+
+
+def _version(x: StoredTensor) -> int:
+    """PyTorch's count of changes to a tensor in memory; 0 for a file, which only reductions change."""
+    return x._version if isinstance(x, Tensor) else 0

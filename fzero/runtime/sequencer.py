@@ -19,11 +19,10 @@ from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan
-from fzero.plans.schedule_cache import CachedScheduler
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
-from fzero.runtime.learned import Learned
+from fzero.runtime.learned import CachedScheduler, Learned
 from fzero.runtime.reductions import Reductions
 
 Arguments = TypeVarTuple("Arguments")

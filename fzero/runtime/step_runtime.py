@@ -20,7 +20,7 @@ from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
 from fzero.model.origin import FixedFlags
-from fzero.model.transforms import AllChanges
+from fzero.model.transforms import AllChanges, Call
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -121,7 +121,7 @@ class StepRuntime:
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
             spec, plan, ranks, bound, device, scratch, offload, updater,
-            rules=StepRules(spec.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
+            rules=StepRules.of(cfg, ranks.size),
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
             builder=builder, form=StateForm.of(builder.specs(), plan),
             learned=Learned.nothing(spec), changes=changes, stored_names=spec.stored_names,
@@ -222,6 +222,19 @@ class StepRuntime:
     def binding(self) -> Binding:
         """Binds the model to the tensors of a state."""
         return Binding(self.spec.model, self.plan.aliases, self.spec.held or ())
+
+    # --- forwards --------------------------------------------------------------------------------------------------
+
+    def compares(self, kind: str) -> bool:
+        """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
+        return kind not in self.learned.compared or self.spec.check_params == "always"
+
+    def call(self, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any) -> Call:
+        """The forwards of a step on this rank, for transforms; see `Call`."""
+        return Call(
+            num_updates=num_updates, micro=micro, rank=self.rank, num_micro=self.plan.num_micro_steps,
+            device=self.device, aliases=self.plan.aliases, **how,
+        )  # fmt: skip
 
     # --- states ----------------------------------------------------------------------------------------------------
 

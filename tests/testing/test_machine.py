@@ -20,7 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import finish, loss as measure, phases, reductions, update as updater
+from fzero.runtime import finish, phases, reductions, update as updater
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine, training_machine
@@ -166,7 +166,7 @@ def overflowing_alone() -> Any:
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
-    return patch.object(measure.LossRules, "norm", lambda self, parts_W: parts_W[0].sqrt())
+    return patch.object(finish.LossRules, "norm", lambda self, parts_W: parts_W[0].sqrt())
 
 
 def leaving_a_trace_of_a_skipped_update() -> Any:
