@@ -238,7 +238,7 @@ class StepFunctions:
         own = (self._ranks.own(reduced[flat.key], flat.shard_numel) for flat in self._trained if flat.shard_numel)
         stack = partial(self._graph.stack, label=Label("norm"))
         measured = map(self._rules.loss.of_shard, own)
-        return norm_parts(self._rules.loss, measured, self._graph.num_shards, stack=stack, device=self._device)
+        return norm_parts(self._rules.loss, measured, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, by the rule of the eager step. It also sends those that did not change."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
@@ -47,15 +47,6 @@ class Substitutes(NamedTuple):
     fetch: Fetch
     buffer: Fetch
     held: Mapping[int, Held] = {}
-
-    @classmethod
-    def of(
-        cls, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, buffer: Fetch, held: Iterable[Held]
-    ) -> Self:
-        """Adds to `own` the tensors of `held` that are still alive."""
-        alive = [(x, each) for each in held if (x := each.tensor()) is not None and id(x) not in own]
-        own.update((id(x), x) for x, _ in alive)
-        return cls(own, names, fetch, buffer, {id(x): each for x, each in alive})
 
     def value_of(self, x: Tensor) -> Tensor:
         """The present value of one of the tensors."""

@@ -270,7 +270,6 @@ def mixed_precision(
         tile: the number of elements that are updated at a time. None updates all at once: in a graph a compiler makes the tiles.
     """
     kept = torch_dtype(state_dtype)
-    is_long = long_leaves(transform)
     is_cast = [(spec.shape, spec.dtype) == (_PROBE.shape, _PROBE.dtype) for spec in _probed(transform.specs)]
 
     def init(param: Tensor) -> Any:
@@ -285,7 +284,7 @@ def mixed_precision(
         widen = _widener(dtype, size) if num_tiles > 1 else lambda x, _: x.to(dtype)
         wide_factor = None if factor is None else factor.to(dtype)
         cut = partial(_tiles, size=size, num_tiles=num_tiles)
-        rest = [cut(x, is_long=long) for x, long in zip(leaves, is_long, strict=True)]
+        rest = [cut(x, is_long=long) for x, long in zip(leaves, long_leaves(transform), strict=True)]
         outs = [None] * num_tiles if out is None else cut(out)
         tiles = zip(cut(grad), cut(param), outs, *rest, strict=True)
         for place, (narrow_grad, narrow_param, new_param, *old) in enumerate(tiles):

@@ -68,10 +68,7 @@ class GradHome:
     adds_held: bool
     adds_late: bool
     is_in_place: bool
-
-    @property
-    def leaves(self) -> Holds:
-        return "result" if self.reduces else "sum"
+    leaves: Holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +81,7 @@ class BufferDataflow:
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
         sums_over: the axes of the all-reduce that follows: for shards the replicate axes; in stage 0 all axes, and it covers
             all elements.
+        sums_late: whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one.
         reduces_to: the part of the reduced gradient that a rank gets.
         collects: the part of the gradient that a rank adds up over micro-steps.
         updates: the part of the parameters that a rank updates.
@@ -116,6 +114,7 @@ class BufferDataflow:
     gathers_once: bool
     scatters_over: tuple[str, ...]
     sums_over: tuple[str, ...]
+    sums_late: bool
     reduces_to: Extent
     collects: Extent
     updates: Extent
@@ -146,13 +145,16 @@ class BufferDataflow:
         gathers_over = specs.params.axes if isinstance(specs.params, Sharded) else ()
         sums_all, updates_shard = isinstance(specs.grads, Replicated), isinstance(specs.optimizer, Sharded)
         param_numel, updated_numel = held(specs.params), held(specs.optimizer)
+        collects: Extent = "full" if held(specs.grads) == padded_numel else "shard"
+        sums_over = sum_order(mesh) if sums_all else replicate_axes(mesh, axes)
         return cls(
             gathers_over=gathers_over,
             gathers_once=specs.gathers == "once",
             scatters_over=() if sums_all else axes,
-            sums_over=sum_order(mesh) if sums_all else replicate_axes(mesh, axes),
+            sums_over=sums_over,
+            sums_late=bool(sums_over) and collects == "shard",
             reduces_to="full" if sums_all else "shard",
-            collects="full" if held(specs.grads) == padded_numel else "shard",
+            collects=collects,
             updates="shard" if updates_shard else "full",
             joins_over=axes[len(gathers_over) :] if param_numel > updated_numel else (),
             # One rank sends nothing, and so does not round to the dtype of communication.
@@ -163,11 +165,6 @@ class BufferDataflow:
             reduced_numel=padded_numel if sums_all else partition.shard_numel,
             updated_numel=updated_numel,
         )
-
-    @property
-    def sums_late(self) -> bool:
-        """Whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one."""
-        return bool(self.sums_over) and self.collects == "shard"
 
     def home(self, holds: Holds, *, is_last: bool, is_here: bool = True) -> GradHome:
         """How a visit of the buffer's unit in a backward treats its gradient.
@@ -206,6 +203,7 @@ class BufferDataflow:
             adds_held=adds_held,
             adds_late=adds_late,
             is_in_place=is_here and not (adds_held or adds_late or is_cast),
+            leaves="result" if is_last or not is_full else "sum",
         )
 
 

@@ -84,14 +84,6 @@ class LossRules:
         norm: Tensor = torch.linalg.vector_norm(grad_S, dtype=None if wide == grad_S.dtype else wide)
         return norm
 
-    def joined(self, measured: Iterable[Tensor], device: torch.device) -> Tensor:
-        """One shard's part of the norm (0-d float64; of a 2-norm the square), from the norms of its flat gradients."""
-        numbers = list(measured)
-        if not numbers:
-            return torch.zeros((), dtype=torch.float64, device=device)
-        norms = torch.stack(numbers).double()
-        return norms.max() if self.is_inf else norms.square().sum()
-
     def norm(self, parts_F: Tensor) -> Tensor:
         """The global norm of the collected gradients, from the parts of all shards."""
         return parts_F.max() if self.is_inf else (mean_in_rank_order(parts_F) * len(parts_F)).sqrt()
@@ -207,7 +199,6 @@ def finish(
 def norm_parts(
     rules: LossRules,
     measured: Iterable[Tensor],
-    num_shards: int,
     *,
     stack: Callable[[Tensor], Tensor],
     device: torch.device,
@@ -221,8 +212,10 @@ def norm_parts(
         measured: the norms of the flat gradients of this rank's shard (`LossRules.of_shard`), in the order of the plan.
         stack: a collective: from the number of this rank's shard to the numbers of all shards (F,).
     """
-    part = rules.joined(measured, device)
-    return stack(part) if num_shards > 1 else part[None]
+    numbers = list(measured)
+    norms = torch.stack(numbers).double() if numbers else torch.zeros(1, dtype=torch.float64, device=device)
+    part = norms.max() if rules.is_inf else norms.square().sum()
+    return stack(part)
 
 
 def next_state(

@@ -9,7 +9,7 @@ Shape letters: A micro-steps, W ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
@@ -343,27 +343,20 @@ def finish_step(run: StepRuntime, collected: Collected) -> Finished:
     """
     state, result = collected.state, collected.outcome and Finished(collected.outcome)
     if result is None:
-        parts_F = _norm_parts(run, collected)
-        result = finish(run.rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
+        mesh, grads, transfer, rules = run.mesh, state.grads, collected.transfer, run.rules
+        assert transfer is not None
+        cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
+        norms = {b.key: None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut}
+        if unknown := [b for b in cut if norms[b.key] is None]:
+            shards = [(stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard)) for b in unknown]
+            measured = map(rules.loss.of_shard, transfer.each(shards))
+            norms |= dict(zip((b.key for b in unknown), measured, strict=True))
+        own = run.job.norm_parts([number for number in norms.values() if number is not None], run.device)
+        stack = partial(mesh.stack, label=Label("norm", phase="update"))
+        parts_F = norm_parts(rules.loss, own, stack=stack, device=run.device)
+        result = finish(rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
     check_outcome(run, result.outcome, state, run.learned.hyper.named, is_sum=collected.is_sum)
     return result
-
-
-def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
-    mesh, grads, transfer = run.mesh, collected.state.grads, collected.transfer
-    assert transfer is not None
-    cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
-    known = [None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut]
-    unknown = [
-        (stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard))
-        for b, number in zip(cut, known, strict=True)
-        if number is None
-    ]
-    rest = map(run.rules.loss.of_shard, transfer.each(unknown))
-    own = [next(rest) if number is None else number for number in known]
-    measured = run.job.norm_parts(own, run.device)
-    stack = partial(mesh.stack, label=Label("norm", phase="update"))
-    return norm_parts(run.rules.loss, measured, mesh.num_shards, stack=stack, device=run.device)
 
 
 def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
@@ -404,7 +397,8 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[]
         how: dict[str, Any] = {"again": partial(recomputing, window.work), "moving": run.learned.moving_buffers}
         return run.call(window.num_updates, micro=lambda: _only(forwards()), **how)
 
-    with run.binding.to(window.work.fetch, window.buffers), run.changes.bound(run.spec.model, call):
+    forwards_of = run.changes.bound(run.spec.model, call) if run.changes.wrapping else nullcontext()
+    with run.binding.to(window.work.fetch, window.buffers), forwards_of:
         yield
 
 

@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable
-from fzero.comms.axes import AbstractAxis, RankAxis
+from fzero.comms.axes import AbstractAxis, RankAxis, observed
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
@@ -28,7 +28,7 @@ from fzero.runtime.batches import Batches
 from fzero.runtime.finish import StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
-from fzero.runtime.job import Job, WholeModel
+from fzero.runtime.job import Job, Streamed
 from fzero.runtime.learned import Learned
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
@@ -279,3 +279,37 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
     return Offload(plan, device)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A job in which each rank's plan is that of the whole model, so that a rank's own answer is the answer. Sends nothing.
+
+    Attributes:
+        world: all ranks of the job.
+    """
+
+    world: RankAxis
+    is_whole: ClassVar[bool] = True
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def stores(self, tensor: str) -> bool:
+        return True
+
+    def norm_parts(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        return parts
+
+    def first_name(self, name: str | None) -> str | None:
+        return name
+
+    def first_state(self, plan: Plan, state: TrainState[Tensor]) -> TrainState[Tensor]:
+        return state
+
+    def all_tensors(self, own: dict[str, Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
+        return own
+
+    def streamed(self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]) -> Streamed:
+        return names, forms, own
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        return replace(self, world=observed(self.world, observe))

@@ -143,7 +143,8 @@ class Updater:
             skip: whether the update is skipped; None never skips.
             still: the keys of flat buffers that do not change; their masters and optimizer states do not change, either.
         """
-        mesh = self._ranks
+        mesh = self.mesh
+        assert mesh is not None, NO_RANKS
 
         @cache  # one copy per device: the host waits for each
         def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -248,11 +249,6 @@ class Updater:
         if self.places is not None:
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    @property
-    def _ranks(self) -> RankMesh:
-        assert self.mesh is not None, NO_RANKS
-        return self.mesh
 
     # --- in a graph ----------------------------------------------------------------------------------------------
 

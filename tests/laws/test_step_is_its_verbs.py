@@ -55,7 +55,6 @@ def composed(
     parts_F = norm_parts(
         rules.loss,
         [rules.loss.of_shard(own_shard(sums[b.key], b, mesh.shard)) for b in cut],
-        mesh.num_shards,
         stack=mesh.stack,
         device=step.device,
     )

@@ -63,7 +63,7 @@ def skipping_an_update_on_rank_1() -> Any:
     update = Updater.update
 
     def broken(self: Updater, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks.world.rank != 1:
+        if self.mesh.world.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
         return update(self, own, *args, **kwargs)._replace(params=state.params)
