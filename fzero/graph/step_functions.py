@@ -112,6 +112,10 @@ class StepFunctions:
 
         return self._ranks.each(add)(state, row, gradients), is_sum
 
+    def gathered(self, state: State) -> dict[str, Tensor]:
+        """The flat buffers that a step gathers once, in full (P)."""
+        return {flat.key: full for flat, full in self.model.gathered(state.params) if flat.flow.gathers_over}
+
     def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of one batch, and its weight if it is a sum; writes the module buffers."""
         return self.model.loss(state, batch)
