@@ -34,9 +34,8 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.optim.precision import _wide
 from sharding import Replicated, TensorSpec
-from sharding.views import torch_dtype
+from sharding.views import dtype_name, torch_dtype
 
 Leaf = TypeVar("Leaf")
 """The type of the leaves of a state: tensors, or their specs."""
@@ -313,7 +312,8 @@ def mixed_precision(
         return transform.update_each(grads, params, states)[1]
 
     def specs(param: TensorSpec) -> Any:
-        leaves, treespec = optree.tree_flatten(transform.specs(replace(param, dtype=_wide(param.dtype))))
+        wide = dtype_name(torch.promote_types(torch_dtype(param.dtype), torch.float32))
+        leaves, treespec = optree.tree_flatten(transform.specs(replace(param, dtype=wide)))
         return treespec.unflatten(
             [replace(spec, dtype=state_dtype) if cast else spec for spec, cast in zip(leaves, is_cast, strict=True)]
         )
