@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import optree
 from rich.console import Group
 
+from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
 from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans import report, traffic
@@ -291,8 +292,6 @@ class Plan:
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from fzero.common.notebooks import as_html
-
         return as_html(self)
 
 
