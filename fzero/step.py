@@ -28,6 +28,7 @@ from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
+from fzero.model.changes import unchanged_if_raised
 from fzero.model.own_params import untraced
 from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
@@ -141,7 +142,9 @@ def make_train_step(
         transforms=of_step(cfg, model, transforms, checkpoint=checkpoint, compile=compile, seed=seed),
         parallelism=parallelism.chosen(pipeline, mesh),
     )  # fmt: skip
-    return TrainStep(spec, mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device))
+    axis = mesh if isinstance(mesh, ProcessAxis | AbstractAxis) else bind(mesh, spec.device)
+    with unchanged_if_raised(model):  # transforms add to it, and a later part may raise
+        return TrainStep(spec, axis)
 
 
 def starts_after(after: TrainStep | Mapping[str, int], model: nn.Module) -> dict[str, int]:

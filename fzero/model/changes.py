@@ -56,14 +56,35 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
 
     For a run on tensors without memory: otherwise the model would keep such a tensor, for example a table that it makes once.
     """
-    owned = [(vars(module), dict(vars(module))) for module in model.modules()]
-    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
+    restore = _restorer(model)
     try:
         yield
     finally:
+        restore()
+
+
+@contextmanager
+def unchanged_if_raised(model: nn.Module) -> Iterator[None]:
+    """`attributes_kept` where the body raises: what it has added to the modules by then is removed."""
+    restore = _restorer(model)
+    try:
+        yield
+    except BaseException:
+        restore()
+        raise
+
+
+def _restorer(model: nn.Module) -> Callable[[], None]:
+    """A function that gives all modules the attributes that they have now."""
+    owned = [(vars(module), dict(vars(module))) for module in model.modules()]
+    held = [(value, value.copy()) for _, own in owned for value in own.values() if type(value) in _CONTAINERS]
+
+    def restore() -> None:
         for now, before in (*held, *owned):
             now.clear()
             now.extend(before) if isinstance(now, list) else now.update(before)
+
+    return restore
 
 
 _CONTAINERS = (list, set, dict, OrderedDict, defaultdict)

@@ -54,6 +54,21 @@ def test_a_step_must_use_what_an_earlier_one_has_put_into_the_model(first: Any, 
     step_of(model, first, *others)
 
 
+@pytest.mark.parametrize("first", [lora(UP, 2, bits=8), weight_norm(UP), packed(UP)])
+def test_a_step_that_is_not_made_leaves_nothing_in_the_model(first: Any) -> None:
+    def refuses(spec: Any) -> Any:
+        assert len([*spec.model.named_parameters()]) > len(before)
+        raise ValueError("refused")
+
+    model = net()
+    before, expected = dict(model.named_parameters()), model(*data(0))
+    with pytest.raises(ValueError, match="refused"):
+        step_of(model, first, refuses)
+    assert [(name, id(x)) for name, x in model.named_parameters()] == [(name, id(x)) for name, x in before.items()]
+    assert torch.equal(model(*data(0)), expected)
+    step_of(model)
+
+
 def test_a_step_leaves_the_flags_of_the_model_as_they_are() -> None:
     model = net()
     before = {name: param.requires_grad for name, param in model.named_parameters()}
