@@ -26,6 +26,11 @@ from fzero.deepspeed import (
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.alias import install
 from fzero.deepspeed.comm import init_distributed
+from fzero.deepspeed.engine.engine import Engine
+from fzero.deepspeed.engine.initialize import initialize
+from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, WrappingOptimizer
+from fzero.deepspeed.formats.export import export_deepspeed
+from fzero.deepspeed.formats.load import convert_deepspeed, import_deepspeed
 from fzero.deepspeed.pipe import PipelineModule
 from fzero.deepspeed.runtime import zero
 from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -34,9 +39,6 @@ from fzero.deepspeed.runtime.dataloader import DeepSpeedDataLoader
 from fzero.deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
 from fzero.deepspeed.runtime.lr_schedules import add_tuning_arguments
 from fzero.deepspeed.utils import OnDevice, log_dist, logger
-from fzero.engine.engine import Engine
-from fzero.engine.initialize import initialize
-from fzero.engine.optimizer import ConfiguredScheduler, WrappingOptimizer
 
 DeepSpeedEngine = Engine
 DeepSpeedOptimizer = WrappingOptimizer
@@ -84,10 +86,13 @@ __all__ = [
     "checkpoint",
     "checkpointing",
     "comm",
+    "convert_deepspeed",
     "dist",
     "elasticity",
+    "export_deepspeed",
     "get_accelerator",
     "git_version_info",
+    "import_deepspeed",
     "init_distributed",
     "initialize",
     "install",

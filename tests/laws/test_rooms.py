@@ -48,9 +48,9 @@ MAY_IMPORT: dict[str, str] = {
     "checkpoint": f"{STEP} resharding",
     "generation": f"{STEP} resharding",
     "profiling": f"{STEP} resharding estimation",
-    "engine": f"{STEP} resharding estimation checkpoint profiling generation",
-    "deepspeed": f"{STEP} resharding estimation checkpoint profiling generation engine attention",
-    "integrations": "fzero common comms config engine deepspeed",
+    "deepspeed": f"fzero {STEP} resharding estimation checkpoint profiling generation attention",
+    "engine": "common deepspeed",
+    "integrations": "deepspeed",
     "tuning": f"fzero {STEP} estimation profiling launch cli",
     "launch": "common comms config",
     "cli": f"fzero {STEP} estimation profiling",
@@ -269,6 +269,8 @@ def test_a_door_opens_when_it_is_used() -> None:
     (package,) = loaded_by("import fzero")
     assert package == {
         "fzero",
+        "fzero.checkpoint",
+        "fzero.checkpoint.readers",
         "fzero.common",
         "fzero.common.doors",
         "fzero.common.version",

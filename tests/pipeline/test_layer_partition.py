@@ -19,14 +19,17 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 from fzero.comms.process_group import job
+from fzero.deepspeed.topology import (
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    mesh_of,
+)
 from fzero.pipeline import (
     LayerCost,
     LayerSpec,
     PipelineError,
     PipelineModule,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
     StageLayers,
     TiedLayerSpec,
     balanced,
@@ -35,7 +38,6 @@ from fzero.pipeline import (
 )
 from fzero.pipeline.layers import LayerSeeds
 from fzero.pipeline.partition import part_nbytes
-from fzero.pipeline.topology import mesh_of
 from sharding import Mesh
 
 # --- bounds -----------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from fzero.deepspeed.runtime.pipe.module import PipelineModule
 from fzero.pipeline.layers import LayerSpec, TiedLayerSpec
-from fzero.pipeline.module import PipelineModule
 
 __all__ = ["LayerSpec", "PipelineModule", "TiedLayerSpec"]

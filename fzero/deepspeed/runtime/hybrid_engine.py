@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fzero.engine.engine import Engine as DeepSpeedHybridEngine
+from fzero.deepspeed.engine.engine import Engine as DeepSpeedHybridEngine
 
 __all__ = ["DeepSpeedHybridEngine"]

@@ -1,5 +1,5 @@
 """`deepspeed.ops.adagrad.cpu_adagrad`."""
 
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPUAdagrad
+from fzero.deepspeed.engine.deepspeed_optimizers import DeepSpeedCPUAdagrad
 
 __all__ = ["DeepSpeedCPUAdagrad"]

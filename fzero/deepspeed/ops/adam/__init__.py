@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPUAdam, FusedAdam
+from fzero.deepspeed.engine.deepspeed_optimizers import DeepSpeedCPUAdam, FusedAdam
 
 __all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

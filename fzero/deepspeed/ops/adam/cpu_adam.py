@@ -1,5 +1,5 @@
 """`deepspeed.ops.adam.cpu_adam`."""
 
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPUAdam
+from fzero.deepspeed.engine.deepspeed_optimizers import DeepSpeedCPUAdam
 
 __all__ = ["DeepSpeedCPUAdam"]

@@ -1,5 +1,5 @@
 """`deepspeed.ops.adam.fused_adam`."""
 
-from fzero.engine.deepspeed_optimizers import FusedAdam
+from fzero.deepspeed.engine.deepspeed_optimizers import FusedAdam
 
 __all__ = ["FusedAdam"]

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPULion, FusedLion
+from fzero.deepspeed.engine.deepspeed_optimizers import DeepSpeedCPULion, FusedLion
 
 __all__ = ["DeepSpeedCPULion", "FusedLion"]

@@ -1,5 +1,5 @@
 """`deepspeed.ops.lion.cpu_lion`."""
 
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPULion
+from fzero.deepspeed.engine.deepspeed_optimizers import DeepSpeedCPULion
 
 __all__ = ["DeepSpeedCPULion"]

@@ -1,5 +1,5 @@
 """`deepspeed.ops.lion.fused_lion`."""
 
-from fzero.engine.deepspeed_optimizers import FusedLion
+from fzero.deepspeed.engine.deepspeed_optimizers import FusedLion
 
 __all__ = ["FusedLion"]

@@ -1,5 +1,5 @@
 """`deepspeed.ops.sparse_attention.bert_sparse_self_attention`."""
 
-from fzero.attention.bert import BertSparseSelfAttention
+from fzero.deepspeed.ops.sparse_attention.sparse_attention_utils import BertSparseSelfAttention
 
 __all__ = ["BertSparseSelfAttention"]

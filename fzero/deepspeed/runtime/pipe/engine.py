@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.engine.pipeline_engine import PipelineEngine
+from fzero.deepspeed.engine.pipeline_engine import PipelineEngine
 from fzero.pipeline.module import PipelineError
 
 __all__ = ["PipelineEngine", "PipelineError"]

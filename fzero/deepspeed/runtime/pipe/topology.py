@@ -1,8 +1,6 @@
 """`deepspeed.runtime.pipe.topology`: which rank is at which coordinate of named axes."""
 
-from __future__ import annotations
-
-from fzero.pipeline.topology import (
+from fzero.deepspeed.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
