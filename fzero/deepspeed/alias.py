@@ -26,6 +26,7 @@ from typing import Any
 
 from fzero.deepspeed.missing import message, stand_in
 from fzero.deepspeed.names import ROOT, Definition, modules, names_of, origin, submodules
+from fzero.deepspeed.table import EXPORTS
 
 OWN = "fzero.deepspeed"
 FOLDER = Path(__file__).with_name("alias_path")
@@ -38,6 +39,7 @@ def own_modules() -> frozenset[str]:
     """The modules of DeepSpeed of which fzero has its own, `fzero.` before their names."""
     package = import_module(OWN)
     found = {info.name.removeprefix("fzero.") for info in walk_packages(package.__path__, f"{OWN}.")}
+    found |= {f"{ROOT}.{name}" for name in EXPORTS}
     return frozenset({ROOT} | {name for name in found if name in modules()})
 
 
