@@ -110,7 +110,8 @@ def test_the_core_names_no_guest(guest: Guest) -> None:
 @pytest.mark.parametrize(
     ("code", "name"),
     [
-        ("from fzero.pipeline import Pipeline", "pipeline")("import fzero.pipeline.stages", "pipeline"),
+        ("from fzero.pipeline import Pipeline", "pipeline"),
+        ("import fzero.pipeline.stages", "pipeline"),
         ("run = spec.pipeline", "pipeline"),
         ("class Spec:\n    is_stage: bool = False", "is_stage"),
         ("class PipelineStages: ...", "PipelineStages"),

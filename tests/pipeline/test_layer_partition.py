@@ -23,6 +23,7 @@ from fzero.deepspeed.topology import (
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
+    grid_of,
     mesh_of,
 )
 from fzero.pipeline import (
@@ -393,8 +394,7 @@ def held_in_a_job() -> tuple[list[str], bool, bool, list[list[int]], str]:
     with pytest.raises(RuntimeError) as found:
         module(num_stages=2)
     same = all(torch.equal(own[name], whole[name]) for name in own)
-    grid = model.mpu()
-    assert grid is not None
+    grid = grid_of(model)
     groups = grid.get_pipe_parallel_group(), grid.get_model_parallel_group(), grid.get_slice_parallel_group()
     return (
         list(own),
