@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,11 +12,13 @@ from rich.console import RenderableType
 from torch import Tensor
 
 from fzero.common.arguments import check_whole, refuse
+from fzero.common.random_states import random_states, set_random_states
 from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
 from fzero.config.config import ConfigError
+from fzero.deepspeed.engine.call_errors import CallError
 from fzero.deepspeed.engine.client_optimizers import lr_of
-from fzero.deepspeed.engine.data_efficiency import UsesDataEfficiency
+from fzero.deepspeed.engine.settings import Settings
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
 from fzero.profiling.writers import Writer
@@ -48,7 +51,7 @@ class LossScaleNumber(float):
         return self._configured
 
 
-class Accessors(UsesDataEfficiency):
+class Accessors(Settings):
     """The part of `Engine` that computes nothing."""
 
     active_step: Callable[[], TrainStep]
@@ -67,6 +70,7 @@ class Accessors(UsesDataEfficiency):
     _micro_batch: int | None
     _boundary: bool | None
     _is_applied: bool
+    _is_syncing: bool
     _monitors: list[Writer]
     _watch: StepLog
     comms_log: CommsLog | None
@@ -135,6 +139,22 @@ class Accessors(UsesDataEfficiency):
                 "engine.step() updates; leave one of them out"
             )
         self._boundary = None if is_boundary is None else bool(is_boundary)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
+        if self.train_step.plan.row.shards("grads"):
+            raise CallError(
+                f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
+                f"gradients; leave it out"
+            )
+        if not self._is_syncing:
+            raise CallError("engine.no_sync: must not be nested; leave the inner one out")
+        self._is_syncing = False
+        try:
+            yield
+        finally:
+            self._is_syncing = True
 
     def _samples(self, num_backwards: int = 0) -> int:
         """Samples of one update; 0 where no batch size is configured.
@@ -255,6 +275,13 @@ class Accessors(UsesDataEfficiency):
     def profile(self) -> Profile | None:
         """The profile of the step that `flops_profiler` names, on rank 0; None until that step is over, and on other ranks."""
         return self._watch.profile
+
+    def random_state(self) -> Mapping[str, Tensor]:
+        """The random state of the process, which the module uses."""
+        return {kind: state for kind, state in random_states(self.device).items() if kind in self.state.rng}
+
+    def set_random_state(self) -> None:
+        set_random_states(self.state.rng, self.device)
 
     # --- log output ----------------------------------------------------------------------------------------------
 

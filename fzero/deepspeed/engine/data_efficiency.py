@@ -1,4 +1,4 @@
-"""`UsesDataEfficiency`: an engine's curricula, samplers and dropped layers, under DeepSpeed's names.
+"""`DataSchedules`: an engine's curricula, samplers and dropped layers, under DeepSpeed's names.
 
 With g updates behind it (skipped ones included, as DeepSpeed counts `global_steps`) a forward in training mode has the sequence
 length of step g + 1, and θ(max(g − 1, 0)).
@@ -9,9 +9,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 
 from fzero.config import data_efficiency as blocks
 from fzero.config.config import Config, ConfigError, ConfigWarning
@@ -22,8 +22,9 @@ from fzero.data.sampler import Admission, CurriculumSampler
 from fzero.data.schedules import Schedule
 from fzero.data.token_dropping import RandomLTD, TokenDropping
 from fzero.deepspeed.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
-from fzero.deepspeed.engine.settings import Settings
-from fzero.state import TrainState
+
+if TYPE_CHECKING:
+    from fzero.deepspeed.engine.engine import Engine
 
 Schedules = Mapping[str, Schedule]
 NOT_CONVERTED = (
@@ -32,20 +33,17 @@ NOT_CONVERTED = (
 )
 
 
-class UsesDataEfficiency(Settings):
-    """The part of `Engine` for the blocks `curriculum_learning`, `data_efficiency` and `progressive_layer_drop`."""
+class DataSchedules:
+    """The part of an engine for the blocks `curriculum_learning`, `data_efficiency` and `progressive_layer_drop`."""
 
-    global_steps: int
-    training_dataloader: Any
-    state: TrainState[Tensor]
     curriculum_scheduler_legacy: CurriculumScheduler | None = None
     """Of the block `curriculum_learning`."""
     random_ltd_scheduler: RandomLTDScheduler | None = None
     """Of the block `random_ltd`; its steps are updates that were applied."""
 
-    def _begin_data(self) -> None:
-        """Makes the schedulers of the configuration."""
-        block = self.cfg.curriculum_learning
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        block = engine.cfg.curriculum_learning
         if block is not None and block.enabled:
             self.curriculum_scheduler_legacy = CurriculumScheduler(block.model_dump(exclude_none=True))
         if self.random_ltd_enabled():
@@ -56,25 +54,25 @@ class UsesDataEfficiency(Settings):
                 )
             self.random_ltd_scheduler = RandomLTDScheduler(config)
 
-    def _resume_data(self) -> None:
+    def resume_data(self) -> None:
         """Brings the schedulers to the present step, after a checkpoint."""
         scheduler = self.curriculum_scheduler_legacy
-        if scheduler is not None and self.global_steps and scheduler.has_schedule:
-            scheduler.update_difficulty(self.global_steps)
-        if self.random_ltd_scheduler is not None and int(self.state.step):
-            self.random_ltd_scheduler.update_seq(int(self.state.step) - 1)
+        if scheduler is not None and self.engine.global_steps and scheduler.has_schedule:
+            scheduler.update_difficulty(self.engine.global_steps)
+        if self.random_ltd_scheduler is not None and int(self.engine.state.step):
+            self.random_ltd_scheduler.update_seq(int(self.engine.state.step) - 1)
 
     def data_arguments(self) -> dict[str, Any]:
         """The keyword arguments that the model's forward gets in training mode, besides the script's."""
         found: dict[str, Any] = {}
         if self.random_ltd_scheduler is not None:
-            self.random_ltd_scheduler.update_seq(int(self.state.step))
-            if "random_ltd" not in self.train_step.runtime.changes.texts:
+            self.random_ltd_scheduler.update_seq(int(self.engine.state.step))
+            if "random_ltd" not in self.engine.train_step.runtime.changes.texts:
                 warnings.warn(NOT_CONVERTED, ConfigWarning, stacklevel=4)
         if (drop := self.progressive_layer_drop) is not None:
             found |= drop.get_state()
         if (scheduler := self.curriculum_scheduler_legacy) is not None:
-            found["curriculum_seqlen"] = scheduler.update_difficulty(self.global_steps + 1)
+            found["curriculum_seqlen"] = scheduler.update_difficulty(self.engine.global_steps + 1)
         return found
 
     # --- the block curriculum_learning ---------------------------------------------------------------------------
@@ -84,7 +82,7 @@ class UsesDataEfficiency(Settings):
 
     def curriculum_params_legacy(self) -> Any:
         """The block without `enabled`; False if there is none."""
-        block = self.cfg.curriculum_learning
+        block = self.engine.cfg.curriculum_learning
         return False if block is None else _given(block) | {"curriculum_type": block.curriculum_type}
 
     def set_custom_curriculum_learning_schedule(self, schedule_func_dict: Schedules | Schedule) -> None:
@@ -118,45 +116,45 @@ class UsesDataEfficiency(Settings):
 
         `sampler_state["current_difficulties"]` has the difficulty of each metric.
         """
-        if post_process_func is not None or isinstance(self.training_dataloader, CurriculumLoader):
+        if post_process_func is not None or isinstance(self.engine.training_dataloader, CurriculumLoader):
             self._curriculum_loader("set_data_post_process_func").post_process_func = post_process_func
 
     def _curriculum_loader(self, method: str) -> CurriculumLoader:
-        if not isinstance(self.training_dataloader, CurriculumLoader):
+        if not isinstance(self.engine.training_dataloader, CurriculumLoader):
             raise ConfigError(
                 f"engine.{method}: needs the loader of training_data with data_efficiency.data_sampling enabled, and there is "
                 f"none; enable the block and pass training_data to initialize, or transform batches in collate_fn"
             )
-        return self.training_dataloader
+        return self.engine.training_dataloader
 
     # --- the block data_efficiency -------------------------------------------------------------------------------
 
     def data_efficiency_enabled(self) -> bool:
-        return efficiency_of(self.cfg).enabled
+        return efficiency_of(self.engine.cfg).enabled
 
     def data_efficiency_config(self) -> dict[str, Any]:
-        return efficiency_of(self.cfg).model_dump()
+        return efficiency_of(self.engine.cfg).model_dump()
 
     def data_sampling_enabled(self) -> bool:
-        return self.cfg.samples
+        return self.engine.cfg.samples
 
     def data_sampling_config(self) -> dict[str, Any]:
-        return efficiency_of(self.cfg).data_sampling.model_dump()
+        return efficiency_of(self.engine.cfg).data_sampling.model_dump()
 
     def curriculum_learning_enabled(self) -> bool:
-        return efficiency_of(self.cfg).samples_by_difficulty
+        return efficiency_of(self.engine.cfg).samples_by_difficulty
 
     def curriculum_learning_config(self) -> dict[str, Any]:
-        block = efficiency_of(self.cfg).data_sampling.curriculum_learning
+        block = efficiency_of(self.engine.cfg).data_sampling.curriculum_learning
         return block.model_dump() if block.enabled else {"enabled": False}
 
     def random_ltd_enabled(self) -> bool:
-        return self.cfg.drops_tokens
+        return self.engine.cfg.drops_tokens
 
     def random_ltd_config(self) -> dict[str, Any]:
         """The block `random_ltd`, with the batch sizes."""
-        block = efficiency_of(self.cfg).data_routing.random_ltd
-        sizes = self.cfg.batch_sizes(self.train_step.data_world_size)
+        block = efficiency_of(self.engine.cfg).data_routing.random_ltd
+        sizes = self.engine.cfg.batch_sizes(self.engine.train_step.data_world_size)
         number = block.random_ltd_layer_num or len(block.random_ltd_layer_id)
         found = block.model_dump() | {"random_ltd_layer_num": number}
         return found | {"global_batch_size": sizes.train or 0, "micro_batch_size": sizes.micro or 0}
@@ -170,7 +168,7 @@ class UsesDataEfficiency(Settings):
         if not block.enabled:
             return None
         drop = ProgressiveLayerDrop(block.theta, block.gamma)
-        drop.update_state(max(self.global_steps - 1, 0))
+        drop.update_state(max(self.engine.global_steps - 1, 0))
         return drop
 
     def get_pld_theta(self) -> float | None:
@@ -179,7 +177,7 @@ class UsesDataEfficiency(Settings):
         return None if drop is None else drop.get_theta()
 
     def pld_enabled(self) -> bool:
-        return self.cfg.drops_layers
+        return self.engine.cfg.drops_layers
 
     def pld_params(self) -> Any:
         """`theta` and `gamma`; False if the block is not enabled."""
@@ -194,7 +192,7 @@ class UsesDataEfficiency(Settings):
 
     @property
     def _layer_drop(self) -> blocks.ProgressiveLayerDrop:
-        return self.cfg.progressive_layer_drop or blocks.ProgressiveLayerDrop()
+        return self.engine.cfg.progressive_layer_drop or blocks.ProgressiveLayerDrop()
 
 
 def efficiency_of(cfg: Config) -> blocks.DataEfficiency:

@@ -20,20 +20,24 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from fzero.data.loader import CurriculumLoader
 from fzero.deepspeed.engine.call_errors import NO_FORWARD, CallError, check_loss
-from fzero.deepspeed.engine.checkpoints import KeepsFiles
+from fzero.deepspeed.engine.checkpoints import EngineFiles
 from fzero.deepspeed.engine.client_optimizers import changed, lr_of
 from fzero.deepspeed.engine.config_keys import EngineKeys
+from fzero.deepspeed.engine.data_efficiency import DataSchedules
 from fzero.deepspeed.engine.dataloader import ResumableLoader
 from fzero.deepspeed.engine.direct_backward import DirectBackward
-from fzero.deepspeed.engine.facade import HasTools
+from fzero.deepspeed.engine.facade import Tools
+from fzero.deepspeed.engine.generation import Generator
+from fzero.deepspeed.engine.held import show_part
 from fzero.deepspeed.engine.live_grads import shows
+from fzero.deepspeed.engine.module import HoldsModule
 from fzero.deepspeed.engine.monitor import check_packages, monitors
 from fzero.deepspeed.engine.optimizer import EngineOptimizer
 from fzero.deepspeed.engine.param_status import available
@@ -54,7 +58,7 @@ RUNS = {True: "train", False: "eval"}
 """The names of the orders of collectives of a forward of the whole module, by its training mode."""
 
 
-class Engine(KeepsFiles, HasTools, nn.Module):
+class Engine(HoldsModule, nn.Module):
     """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
 
     Attributes:
@@ -104,9 +108,15 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
-        self._equip()
-        self._begin_data()
+        self.engine_tools = Tools(self, writers=self._monitors, batch_size=self._samples())
+        self.data_schedules = DataSchedules(self)
         self._hold(model, held)
+        self.engine_generator, self.engine_files = Generator(self), EngineFiles(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """The training mode of the module. `eval()` of a hybrid engine prints where the time since the last one went."""
+        self.engine_generator.note_mode(trains=mode)
+        return super().train(mode)
 
     # --- a step ------------------------------------------------------------------------------------------------------
 
@@ -118,7 +128,7 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if self.is_gathered:
             return self.module(*inputs, **kwargs)
         if self.module.training:
-            kwargs |= self.data_arguments()
+            kwargs |= self.data_schedules.data_arguments()
         return self._run(self.module, inputs, kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
@@ -339,22 +349,6 @@ class Engine(KeepsFiles, HasTools, nn.Module):
         if drops:
             self.open_window, self._lacks_loss = window._replace(loss_stats=()), False
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
-        if self.train_step.plan.row.shards("grads"):
-            raise CallError(
-                f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
-                f"gradients; leave it out"
-            )
-        if not self._is_syncing:
-            raise CallError("engine.no_sync: must not be nested; leave the inner one out")
-        self._is_syncing = False
-        try:
-            yield
-        finally:
-            self._is_syncing = True
-
     def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """Runs a submodule that the script calls by itself, on its inputs as they are."""
         self._runs_parts = True
@@ -491,3 +485,9 @@ class Engine(KeepsFiles, HasTools, nn.Module):
             self.grads.take()
             self._show_buffers()
             raise
+
+
+show_part(Engine, "engine_tools", Tools)
+show_part(Engine, "data_schedules", DataSchedules)
+show_part(Engine, "engine_generator", Generator)
+show_part(Engine, "engine_files", EngineFiles)

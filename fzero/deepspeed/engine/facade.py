@@ -1,24 +1,27 @@
-"""`HasTools`: what an engine offers beside training, under DeepSpeed's names: loaders, timers, monitors, groups."""
+"""`Tools`: what an engine offers beside training, under DeepSpeed's names: loaders, timers, monitors, groups."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from fzero.common.arguments import shown
 from fzero.comms.process_group import is_joined, world_group
-from fzero.deepspeed.engine.accessors import Accessors
 from fzero.deepspeed.engine.dataloader import ResumableLoader
 from fzero.deepspeed.engine.monitor import MonitorMaster
 from fzero.deepspeed.engine.own_files import TorchCheckpointEngine
 from fzero.deepspeed.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from fzero.profiling.writers import Writer
+
+if TYPE_CHECKING:
+    from fzero.deepspeed.engine.engine import Engine
 
 
-class HasTools(Accessors):
-    """The part of `Engine` that serves the script around the training.
+class Tools:
+    """The part of an engine that serves the script around the training.
 
     Attributes:
         monitor: writes a script's own events where the configuration enables monitors, on rank 0.
@@ -34,11 +37,11 @@ class HasTools(Accessors):
     client_optimizer: Any = None
     """The optimizer that the script gave to `initialize`, or None."""
 
-    def _equip(self) -> None:
-        """Makes the tools of a new engine."""
-        self.monitor = MonitorMaster(self._monitors)
-        self.timers = SynchronizedWallClockTimer(self.log_line) if self.keys.wall_clock_breakdown else NoopTimer()
-        self.tput_timer = ThroughputTimer(batch_size=self._samples())
+    def __init__(self, engine: Engine, *, writers: list[Writer], batch_size: int) -> None:
+        self.engine = engine
+        self.monitor = MonitorMaster(writers)
+        self.timers = SynchronizedWallClockTimer(engine.log_line) if engine.keys.wall_clock_breakdown else NoopTimer()
+        self.tput_timer = ThroughputTimer(batch_size=batch_size)
 
     def get_wall_clock_timers(self) -> Any:
         """The timers by name."""
@@ -62,9 +65,13 @@ class HasTools(Accessors):
             data_sampler: of indices; replaces the one that divides the dataset among the ranks.
             num_local_io_workers: worker processes; None is none.
         """
-        size = self.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
-        rank, world_size, drops = self.train_step.data_rank, self.dp_world_size, self.dataloader_drop_last()
-        pins = pin_memory and self.device.type == "cuda"
+        size = self.engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size
+        rank, world_size, drops = (
+            self.engine.train_step.data_rank,
+            self.engine.dp_world_size,
+            self.engine.dataloader_drop_last(),
+        )
+        pins = pin_memory and self.engine.device.type == "cuda"
         how: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_local_io_workers or 0, "pin_memory": pins}
         if data_sampler is None and route == "train" and self.is_map_style_dataset(dataset):
             return ResumableLoader(dataset, batch_size=size, rank=rank, world_size=world_size, drop_last=drops, **how)
@@ -95,12 +102,12 @@ class HasTools(Accessors):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called, or the configuration did it."""
-        return self.train_step.spec.compile is not None
+        return self.engine.train_step.spec.compile is not None
 
     @property
     def optimizer(self) -> Any:
         """Param groups to read and write, in stage 0 in fp32 the script's own; None for an engine that does not train."""
-        return None if self.live_optimizer is None else self.live_optimizer.shown
+        return None if self.engine.live_optimizer is None else self.engine.live_optimizer.shown
 
     @property
     def basic_optimizer(self) -> Any:
@@ -129,4 +136,4 @@ class HasTools(Accessors):
     @property
     def dist_backend(self) -> str:
         """ "nccl" or "gloo"."""
-        return "gloo" if is_joined(without="nccl") or self.device.type != "cuda" else "nccl"
+        return "gloo" if is_joined(without="nccl") or self.engine.device.type != "cuda" else "nccl"

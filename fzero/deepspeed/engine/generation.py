@@ -1,4 +1,4 @@
-"""`Generates`: the methods of DeepSpeed's hybrid engine, on `fzero.generation`.
+"""`Generator`: the methods of DeepSpeed's hybrid engine, on `fzero.generation`.
 
 Upstream merges LoRA into the training weights and takes it out again, which changes their bits in 16 bits; here it is merged
 into copies.
@@ -10,14 +10,16 @@ import functools
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from fzero.deepspeed.engine.module import HoldsModule
 from fzero.generation.gathered_model import generating
 from fzero.generation.lora import lora_params
 from fzero.plans.units import blocks_of
+
+if TYPE_CHECKING:
+    from fzero.deepspeed.engine.engine import Engine
 
 PARTS = ("gather", "generate", "training")
 
@@ -25,7 +27,7 @@ PARTS = ("gather", "generate", "training")
 class _Generate:
     """Replaces a module's `generate` by the engine's. A copy of the module gets the original one."""
 
-    def __init__(self, engine: Generates, module: nn.Module) -> None:
+    def __init__(self, engine: Engine, module: nn.Module) -> None:
         original: Any = module.generate
         self.engine, self.module, self.original = engine, module, original
         functools.update_wrapper(self, original)
@@ -37,8 +39,8 @@ class _Generate:
         return getattr, (self.module, "generate")
 
 
-class Generates(HoldsModule):
-    """The part of `Engine` that generates between updates."""
+class Generator:
+    """The part of an engine that generates between updates."""
 
     is_lora_fused = False
     """Whether a script has asked for merged LoRA by `fuse_lora_weight`; each `generate` merges it, asked or not."""
@@ -49,22 +51,22 @@ class Generates(HoldsModule):
     _first: float | None = None
     _rows = 0
 
-    def _hold(self, module: nn.Module, held: frozenset[str]) -> None:
-        super()._hold(module, held)
-        if self.keys.hybrid_engine.enabled and hasattr(module, "generate"):  # scripts call the module's
+    def __init__(self, engine: Engine) -> None:
+        self.engine, module = engine, engine.module
+        if engine.keys.hybrid_engine.enabled and hasattr(module, "generate"):  # scripts call the module's
             self._own_generate, self._seconds = module.generate, dict.fromkeys(PARTS, 0.0)
-            module.__dict__["generate"] = _Generate(self, module)
+            module.__dict__["generate"] = _Generate(engine, module)
 
     @contextmanager
     def _generating(self) -> Iterator[nn.Module]:
         """The module by itself, on full parameters or unit by unit (`hybrid_engine.pin_parameters: false`)."""
-        by = "copy" if self.keys.hybrid_engine.pin_parameters else "unit"
-        before, self.is_gathered = self.is_gathered, True
+        by = "copy" if self.engine.keys.hybrid_engine.pin_parameters else "unit"
+        before, self.engine.is_gathered = self.engine.is_gathered, True
         try:
-            with generating(self.active_step(), self.state, by=by) as model:  # type: ignore[arg-type]
+            with generating(self.engine.active_step(), self.engine.state, by=by) as model:  # type: ignore[arg-type]
                 yield model
         finally:
-            self.is_gathered = before
+            self.engine.is_gathered = before
 
     def generate(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's `generate` on full parameters, with LoRA merged; see `fzero.generation.generating`.
@@ -77,11 +79,11 @@ class Generates(HoldsModule):
         Raises:
             ValueError: the module has no `generate`, or more than `hybrid_engine.max_out_tokens` tokens are requested.
         """
-        own = self._own_generate or getattr(self.module, "generate", None)
+        own = self._own_generate or getattr(self.engine.module, "generate", None)
         if own is None:
             raise ValueError(
                 f"engine.generate: the module must have `generate`, and is a "
-                f"{type(self.module).__name__}; call the engine, or generate inside of engine.gathered()"
+                f"{type(self.engine.module).__name__}; call the engine, or generate inside of engine.gathered()"
             )
         prompt = next((x for x in (*inputs, *kwargs.values()) if isinstance(x, Tensor)), None)
         self._check_length(prompt, kwargs)
@@ -97,7 +99,7 @@ class Generates(HoldsModule):
         return found
 
     def _check_length(self, prompt: Tensor | None, kwargs: dict[str, Any]) -> None:
-        keys = self.keys.hybrid_engine
+        keys = self.engine.keys.hybrid_engine
         length = kwargs.get("max_length") or 0
         if kwargs.get("max_new_tokens") and prompt is not None:
             length = prompt.shape[-1] + kwargs["max_new_tokens"]
@@ -107,23 +109,22 @@ class Generates(HoldsModule):
                 f"{keys.max_out_tokens}; raise it in the configuration"
             )
 
-    def train(self, mode: bool = True) -> Any:
-        """The training mode of the module. `eval()` of a hybrid engine prints where the time since the last one went."""
+    def note_mode(self, *, trains: bool) -> None:
+        """Notes a change of the training mode: where a hybrid engine leaves it, it prints where the time went."""
         now = time.perf_counter()
-        if self._seconds is not None and self._since is not None and not mode:
+        if self._seconds is not None and self._since is not None and not trains:
             self._seconds["training"] += now - self._since
             if self._first is not None and self._rows:
                 self._print_times(now - self._first)
             self._seconds, self._first, self._rows = dict.fromkeys(PARTS, 0.0), None, 0
-        self._since = now if mode else None
-        return super().train(mode)  # type: ignore[misc]  # of nn.Module, which Engine is, too
+        self._since = now if trains else None
 
     def _print_times(self, total: float) -> None:
         assert self._seconds is not None
         times = self._seconds | {"other": total - sum(self._seconds.values())}
         shares = ", ".join(f"{name} {seconds:.3g} s ({seconds / total:.0%})" for name, seconds in times.items())
-        rows = self._rows * self.train_step.world_size
-        self.log_line(f"end to end {total:.3g} s: {shares}; {rows / total:.3g} samples per second")
+        rows = self._rows * self.engine.train_step.world_size
+        self.engine.log_line(f"end to end {total:.3g} s: {shares}; {rows / total:.3g} samples per second")
 
     def fuse_lora_weight(self) -> None:
         """Sets `is_lora_fused`. No weight changes: `generate` merges LoRA into copies, whether this was called or not."""
@@ -138,17 +139,17 @@ class Generates(HoldsModule):
     @property
     def all_lora_params(self) -> list[list[Any]]:
         """[right matrix, left matrix, scale, weight] of each LoRA layer with DeepSpeed-Chat's attributes."""
-        return lora_params(self.module)
+        return lora_params(self.engine.module)
 
     @property
     def layer_params(self) -> list[list[nn.Parameter]]:
         """The parameters of each repeated block of the module."""
-        return [list(self.module.get_submodule(name).parameters()) for name in blocks_of(self.module)]
+        return [list(self.engine.module.get_submodule(name).parameters()) for name in blocks_of(self.engine.module)]
 
     @property
     def layer_lora_params(self) -> list[list[Any]]:
         """[right matrix, left matrix, scale] of the LoRA layers in each repeated block, one after the other."""
-        blocks = (self.module.get_submodule(name) for name in blocks_of(self.module))
+        blocks = (self.engine.module.get_submodule(name) for name in blocks_of(self.engine.module))
         return [[one for found in lora_params(block) for one in found[:-1]] for block in blocks]
 
     def prepare_shared_prefill(self, source_batch_size: int, repeats: int, prompt_length: int) -> None:

@@ -131,7 +131,7 @@ def initialize(
         engine = (PipelineEngine if isinstance(model, PipelineModule) else Engine)(
             step, state, keys=keys, optimizer=live, training_dataloader=loader, config=given, held=groups.held
         )
-    engine.client_optimizer = theirs
+    engine.engine_tools.client_optimizer = theirs
     engine.lr_scheduler = _scheduler(cfg, engine.optimizer, lr_scheduler, rates, momentum)
     _log(engine, keys)
     return engine, engine.optimizer, loader, engine.lr_scheduler

@@ -246,10 +246,10 @@ class PipelineEngine(Engine):
 
     # --- files ----------------------------------------------------------------------------------------------------------
 
-    def _random_state(self) -> Mapping[str, Tensor]:
+    def random_state(self) -> Mapping[str, Tensor]:
         return self.state.rng  # layers draw keyed numbers, whose root is in the state
 
-    def _set_random_state(self) -> None:
+    def set_random_state(self) -> None:
         """Nothing to do."""
 
 
