@@ -36,7 +36,7 @@ from fzero.runtime.module_buffers import check_no_views, make_equal, moved
 from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
 from fzero.runtime.param_views import ParamViews
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.weights import differing
+from fzero.runtime.weights import differing, on_any_rank
 from fzero.state import TrainState, taken
 from fzero.storage.shard_transfer import own_shard, read_later
 from fzero.storage.state_memory import check_not_donated
@@ -112,7 +112,7 @@ def _enter(run: StepRuntime, state: State) -> None:
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
-    run.learned.origin.leave(partial(differing, run, state))
+    run.learned.origin.leave(partial(differing, run, state), partial(on_any_rank, run))
 
 
 def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
