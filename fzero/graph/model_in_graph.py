@@ -197,8 +197,7 @@ class ModelInGraph:
         for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
                 raise of_own_class(name, kind)
-            if isinstance(self._ranks, Stacked):
-                check_class(name, own)
+            check_class(name, own)
         before = {
             name: marks_of(as_parameter(x, name) if name in tensors else x)
             for name, x in chain(tensors.items(), model.named_buffers())

@@ -31,6 +31,8 @@ from fzero.model.own_params import StandIn, address, bits_of, shape_and_dtype, s
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
 """The names of those of the given tensors that differ from the values of a state."""
+Joined = Callable[[Collection[str]], Collection[str]]
+"""The names that any rank has given."""
 
 _DICTS = attrgetter("_modules", "_parameters", "_buffers")
 _CHILDREN = attrgetter("_modules")
@@ -125,18 +127,22 @@ class Origin:
         """Ends the check: the model's tensors are views of a state."""
         self._is_open, self._bits = False, {}
 
-    def leave(self, differing: Differing) -> None:
+    def leave(self, differing: Differing, joined: Joined = sorted) -> None:
         """`check` at a step. At a state's first one it reads the values."""
         if not self._has_begun:
             self._marks = None
-        self.check(differing)
+        self.check(differing, joined)
         self._has_begun = True
 
-    def check(self, differing: Differing) -> None:
+    def check(self, differing: Differing, joined: Joined = sorted) -> None:
         """Checks the model at a use of a state.
 
+        *Collective* in `joined`, where a parameter or buffer was replaced by another.
+
         Args:
-            differing: the names of those of the given tensors that differ from the values of the state.
+            differing: the names of those of the given tensors that differ from the values of the state, as far as this rank
+                holds these.
+            joined: makes of the names that differ on this rank those that differ on any.
 
         Raises:
             ValueError: the model has other modules, parameters or buffers than its step, or before the first step other values
@@ -148,7 +154,7 @@ class Origin:
             return
         now = dict(state_tensors(self._model))
         self._check_kinds(now)
-        self._check_values(now, differing)
+        self._check_values(now, differing, joined)
         self._remember(now)
 
     def _remember(self, now: Mapping[str, Tensor]) -> None:
@@ -185,7 +191,7 @@ class Origin:
                     f"model: must not change after the step is made, and {name!r} is no longer tied to {first!r}; {NEW_STEP}"
                 )
 
-    def _check_values(self, now: Mapping[str, Tensor], differing: Differing) -> None:
+    def _check_values(self, now: Mapping[str, Tensor], differing: Differing, joined: Joined) -> None:
         """Raises, or warns, where tensors were replaced or written to."""
         before = {name: then() for name, then in self._record.tensors.items()}
         replaced = {name for name, x in now.items() if before[name] is not x and not self._is_freed(name, x)}
@@ -204,7 +210,7 @@ class Origin:
                 f"init(params=state_dict)"
             )
         lost = differing(changed)
-        if found := sorted(replaced.intersection(lost)):
+        if replaced.intersection(changed) and (found := sorted(joined(replaced.intersection(lost)))):
             raise ValueError(
                 f"model: must not change after the step is made, and {found[0]!r} is another tensor now (it or its module "
                 f"was replaced), whose values the state does not have; {NEW_STEP}"

@@ -209,7 +209,7 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_values(tensor: Tensor) -> Tensor:
-    """A parameter's or buffer's values. *Collective* where it is divided (`fzero.engine.divided_params`): every rank."""
+    """A parameter's or buffer's values. *Collective* where it is divided (`deepspeed.engine.divided_params`): every rank."""
     divided = getattr(tensor, "fzero_divided", None)
     return tensor.detach() if divided is None else divided.full()  # type: ignore[no-any-return]
 

@@ -48,7 +48,7 @@ from fzero.runtime.outcome import check_used
 from fzero.runtime.param_views import NO_VIEWS, ParamViews
 from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
-from fzero.runtime.weights import differing
+from fzero.runtime.weights import differing, on_any_rank
 from fzero.state import TrainState
 from fzero.storage.shard_transfer import own_shard, read_later
 from fzero.storage.state_memory import check_not_donated, taken
@@ -153,7 +153,7 @@ def _enter(run: StepRuntime, state: State) -> None:
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
-    run.learned.origin.leave(partial(differing, run, state))
+    run.learned.origin.leave(partial(differing, run, state), partial(on_any_rank, run))
 
 
 def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> AccumulationWindow:
