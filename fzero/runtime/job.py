@@ -1,7 +1,8 @@
-"""`Job`: what a step asks of all ranks of the job. `WholeModel` answers where each rank's plan is that of the whole model.
+"""`Job`: what a step asks of all ranks of the job.
 
-Where the ranks divide the layers of a model among them, each rank's runtime is that of its own layers, and another `Job` (that of
-`fzero.pipeline.stages`) adds what the other ranks hold.
+Where each rank's plan is that of the whole model, `WholeModel` of `fzero.runtime.step_runtime` answers. If the ranks divide the
+layers of a model among them, each rank's runtime is that of its own layers, and another `Job` (that of `fzero.pipeline.stages`)
+adds what the other ranks hold.
 """
 
 from __future__ import annotations
