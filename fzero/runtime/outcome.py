@@ -279,7 +279,9 @@ def _tensors_of_python(num_shown: int = 5) -> str:
             if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided:
                 storage = x.untyped_storage()
                 if storage.nbytes() > found.get(storage.data_ptr(), (-1, ""))[0]:
-                    text = f"{storage.nbytes():,} bytes of a {str(x.dtype).removeprefix('torch.')} tensor {tuple(x.shape)}"
+                    text = (
+                        f"{storage.nbytes():,} bytes of a {str(x.dtype).removeprefix('torch.')} tensor {tuple(x.shape)}"
+                    )
                     found[storage.data_ptr()] = storage.nbytes(), text
     except Exception as error:  # the first error counts
         return f"Tensors were not listed: {error}."

@@ -74,7 +74,10 @@ def test_auto_is_left_out_of_the_file_and_named() -> None:
     [
         ({"fsdp": "shard_grad_op offload"}, {"stage": 2, "offload_param": {"device": "cpu"}}),
         ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, {"stage": 2}),
-        ({"fsdp": True, "fsdp_config": {"fsdp_offload_params": True}}, {"stage": 3, "offload_param": {"device": "cpu"}}),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_offload_params": True}},
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+        ),
     ],
 )
 def test_the_arguments_of_a_trainer_are_read_with_their_block(arguments: dict[str, Any], zero: dict[str, Any]) -> None:
