@@ -420,7 +420,7 @@ def simulate(
         return LockstepRanks(step.spec, world_size, mesh=mesh)
     try:
         return VmapRanks(step.spec, world_size, compile, mesh=mesh, by=by or "either")
-    except ConfigError as error:  # of what no graph can hold
+    except ConfigError as error:  # a graph cannot hold this model or configuration
         if by == "vmap":
             raise
         warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)

@@ -312,7 +312,7 @@ def _drawn(random: Random, population: int, count: int) -> int:
 
 
 def positive(pattern: Pattern, *names: str) -> dict[str, str]:
-    """What is wrong with options that must be at least 1."""
+    """The error about options that must be at least 1, or None."""
     given = {name: getattr(pattern, name) for name in names}
     return {name: f"must be at least 1, got {value}" if value < 1 else "" for name, value in given.items()}
 

@@ -160,7 +160,7 @@ def starts_of(folder: Path) -> dict[str, int]:
 
 
 def _word(path: str) -> str:
-    """What torch.optim calls a tensor of optimizer state.
+    """The name in torch.optim of a tensor of optimizer state.
 
     >>> _word(".exp_avg"), _word(".tensors['square_avg']"), _word(".momentum")
     ('exp_avg', 'square_avg', 'momentum_buffer')

@@ -81,7 +81,7 @@ class Shrink:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """What compresses each parameter of a model and each module's input; `print` it. It holds no tensors.
+    """The compression of each parameter of a model and of each module's input; `print` it. It holds no tensors.
 
     It is a transform of its model (`fzero.model.transforms`), which also adds scores, masks and ranges to the modules.
 
@@ -123,7 +123,7 @@ class CompressionPlan:
     # --- pure functions ------------------------------------------------------------------------------------------
 
     def seen(self, name: str, value: Tensor, n: Number, tensors: Tensors) -> Tensor:
-        """What a module sees of a parameter in a forward with n updates behind it.
+        """The value that a module gets for a parameter in a forward after n updates.
 
         Args:
             value: the parameter, gathered whole.

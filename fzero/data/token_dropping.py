@@ -47,7 +47,7 @@ def kept_tokens(key: Number, samples_B: Tensor, *, num: int, of: int) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """What the choices of one forward are made of.
+    """The inputs of the random choices of one forward.
 
     Attributes:
         length: r.

@@ -30,7 +30,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """Bytes on the device between two steps, while a rank generates. What a forward computes is not counted.
+    """Bytes on the device between two steps, while a rank generates. Activations of a forward are not counted.
 
     Attributes:
         state: of the model state.

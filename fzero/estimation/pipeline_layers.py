@@ -98,7 +98,7 @@ def layer_costs(
 def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[str], str]) -> list[_Layer]:
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
-    seconds_before = 0.0  # of what runs before the first layer
+    seconds_before = 0.0  # time before the first layer
     for event, seconds in zip(trace.events, trace.seconds(machine), strict=True):
         in_forward = in_forward and event.kind != "boundary"
         if in_forward:
@@ -283,7 +283,7 @@ def _layer_of(name: str) -> str:
 
 
 def _of_module(model: PipelineModule, found: PlannedLayers) -> PlannedLayers:
-    """All layers of a module, from those with parameters; others cost nothing."""
+    """All layers of a module; those without parameters cost nothing."""
     names = [
         f"tied_modules.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)
         for index, layer in enumerate(model.specs)

@@ -220,7 +220,7 @@ class _Tracing:
 
 
 class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
-    """Puts a tensor without memory in place of each real one that the function holds, which it must neither read nor write.
+    """Replaces each real tensor that the function holds by one without memory, which it must neither read nor write.
 
     Attributes:
         held: the real tensors by identity, each with its stand-in.

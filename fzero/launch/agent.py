@@ -47,7 +47,7 @@ from fzero.launch.forwarder import Forwarder
 from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.rendezvous import BACKEND, SECRET, Secret
 
-NUM_LINES = 12  # of a failed rank's log
+NUM_LINES = 12  # lines shown of a failed rank's log
 NUM_SEARCHED = 2000  # last lines of the log that are searched for the error
 SECONDS_TO_END = 10  # between SIGTERM and SIGKILL for a rank
 LAST_CALL = 30  # seconds to wait for more hosts once the minimum is there

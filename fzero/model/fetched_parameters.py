@@ -48,7 +48,9 @@ class FetchedParameters(dict[str, Any]):
         super().__delitem__(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(self[key], memo) for key in self}  # of a module that the model copies in its forward
+        return {
+            key: copy.deepcopy(self[key], memo) for key in self
+        }  # for a module that the model copies in its forward
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself

@@ -35,7 +35,7 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, specs), with an `update_skip_if` for kernels that can skip by themselves.
+    """The triple (init, update, specs), with an `update_skip_if` for kernels that can skip an update.
 
     A kernel that updates several buffers in one call adds the pair `fused`. Its second item is the function of lists, which
     writes in place and returns the states. Its first item is the `update` that it equals: if `update` is replaced by another

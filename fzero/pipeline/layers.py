@@ -68,7 +68,7 @@ class TiedLayerSpec(LayerSpec):
         key: of the tied layers; the shared module is `tied_modules.<key>`.
         typename: a class of modules.
         *module_args, **module_kwargs: its arguments.
-        forward_fn: `forward_fn(module, input)` in place of `module(input)`, such as an embedding's use as a head.
+        forward_fn: `forward_fn(module, input)` instead of `module(input)`, such as an embedding's use as a head.
         tied_weight_attr: the name or names of the shared parameters in the module; they may be dotted.
 
     >>> TiedLayerSpec("embed", nn.Embedding, 8, 2)

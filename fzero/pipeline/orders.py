@@ -333,7 +333,7 @@ def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[
         return tuple(map(tuple, events))
     sent = defaultdict[tuple[int, int], deque[PipeEvent]](
         deque
-    )  # by (from, to), the receives of what is sent, in order
+    )  # (source, target) -> receive events, in the order of sending
     for stage, own in enumerate(events):
         for event in own:
             for send in sends(event, stage, stage_of):

@@ -97,7 +97,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 

@@ -52,7 +52,7 @@ class CachedScheduler:
 
     def __init__(self, make: Callable[[], UnitScheduler], cache: ScheduleCache) -> None:
         self._make, self._cache = make, cache
-        self._node: _Answer | None = cache.root  # of the last request; None where no answer is kept any more
+        self._node: _Answer | None = cache.root  # the node of the last request; None once no answer is kept
         self._scheduler: UnitScheduler | None = None
 
     @property

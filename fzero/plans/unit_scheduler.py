@@ -14,7 +14,7 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | boundary | the forward ends (agreed) |
 | collect | a flat gradient begins; `unit` is the key of its flat buffer |
 | reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
-| keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
+| keep | instead of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |

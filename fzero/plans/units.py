@@ -65,7 +65,7 @@ def find_units(
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[str]:
-    """The names of the modules that are units by themselves: those that match `patterns`, or the repeated blocks."""
+    """The names of the modules that are units of their own: those that match `patterns`, or the repeated blocks."""
     return _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
 
 

@@ -180,7 +180,7 @@ class Gathers:
         return {name: view for b, flat in pairs for name, view in unflatten(flat, b.layout).items()}
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
-        """The values in place of parameters of a unit in use, by name. A saved view of one is made again, too."""
+        """The values that stand for parameters of a unit in use, by name. A saved view of one is made again, too."""
         if not self._seen.is_on:
             return {}
         values = self._seen.of(unit, lambda: self.views(unit))

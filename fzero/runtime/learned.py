@@ -68,7 +68,7 @@ class HyperCheck:
     def checksum(
         self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
     ) -> int:
-        """A checksum of the numbers that this rank computes by itself.
+        """A checksum of the numbers that this rank computes on its own.
 
         These are the hyper-parameters of the next update, if the host knows the number of updates so far. If the checksum before
         the last update did not include that update's hyper-parameters, they are added.
@@ -172,7 +172,7 @@ class Learned:
 def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
     """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
 
-    Views of the state's own flat buffers, `params`, follow it by themselves.
+    Views of the state's own flat buffers, `params`, follow it automatically.
     """
     learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}

@@ -240,7 +240,7 @@ def explain(error: BaseException, plan: Plan) -> None:
 
 
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory")
-"""Of the messages of torch's allocator of host memory, whose error has no class of its own."""
+"""Parts of the messages of torch's allocator of host memory, which raises a plain RuntimeError."""
 
 
 def _note(plan: Plan, measured: str) -> str:

@@ -1,4 +1,4 @@
-"""`ParamViews`: the values that modules get in place of parameters, between two updates on one rank.
+"""`ParamViews`: the values that modules get instead of parameters, between two updates on one rank.
 
 It stands between the gather and the module. A value is computed from gathered parameters and n, the number of updates so far; so
 it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where

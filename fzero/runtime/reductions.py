@@ -82,7 +82,7 @@ class Reductions:
         self._is_last, self.only_adds = False, False
         self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._parts: dict[str, Tensor] = {}  # of the state's own gradients, which are cut once
+        self._parts: dict[str, Tensor] = {}  # shards of the state's own gradients, which are cut once
         self._trained = [b for b in plan.flat_buffers if b.trainable]
         self._holds: dict[str, Holds] = {b.key: "nothing" for b in self._trained}
         gathers = any(unit.gathered_numel for unit in plan.units)

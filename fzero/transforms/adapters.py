@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Step(Protocol):
-    """What is read here of a `TrainStep`."""
+    """The attributes of a `TrainStep` that are read here."""
 
     @property
     def runtime(self) -> StepRuntime: ...

@@ -196,7 +196,7 @@ def checkpointed(site: Site) -> Callable[..., Any]:
 
 
 def _without_cache(arg: Any, module: str) -> Any:
-    """The argument; None in place of an empty key-value cache (for generation), because a second run would append to it again."""
+    """The argument; None instead of an empty key-value cache (for generation), because a second run would append to it again."""
     if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
         return arg
     if arg.get_seq_length():

@@ -50,7 +50,7 @@ class Strategy:
     kind: TunerType = "model_based"  # see the top of this file
     num_trials: int = 50  # the most points that are measured
     early_stopping: int = 5  # ends after so many measured points in a row without improvement; 0 never does
-    seed: int = 0  # of `random`
+    seed: int = 0  # seed of the strategy `random`
 
 
 def next_trial(
