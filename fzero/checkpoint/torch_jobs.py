@@ -63,7 +63,7 @@ class TorchJob:
         states = ((k, m) for k in there for m in re.finditer(r"(?<![^.])state\.", k))
         state_of = [(k[: m.start()], k[m.end() :].rpartition(".")[0], k) for k, m in states]
         self._optimizer = self._prefix("the optimizer state", ((prefix, name) for prefix, name, _ in state_of))
-        self._kept: dict[str, dict[str, str]] = defaultdict(dict)  # by parameter: the key of each tensor of its state
+        self._kept: dict[str, dict[str, str]] = defaultdict(dict)  # per parameter: the key of each tensor of its state
         for prefix, name, key in state_of:
             if prefix == self._optimizer and name in self._known:
                 self._kept[self._known[name]][key.rpartition(".")[2]] = key

@@ -46,7 +46,7 @@ class Hub:
         self._clear()
 
     def _clear(self) -> None:
-        self._mail: dict[tuple[int, int, int], Any] = {}  # by source, target and number
+        self._mail: dict[tuple[int, int, int], Any] = {}  # (source, target, number) -> value
         self._num_sent: Counter[tuple[int, int]] = Counter()
         self._num_expected: Counter[tuple[int, int]] = Counter()
         self._num_asides: Counter[int] = Counter()

@@ -56,7 +56,7 @@ class Extra:
 
     @property
     def mask_of(self) -> Mask:
-        """The mask that it is the source of."""
+        """The mask computed from this tensor."""
         assert self.mask is not None
         return self.mask
 

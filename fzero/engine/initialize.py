@@ -255,7 +255,7 @@ def _loader(
             num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
         )  # fmt: skip
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    in_order = isinstance(step.spec.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
+    in_order = isinstance(step.spec.model, PipelineModule)  # as in DeepSpeed; otherwise all stages would need one order
     return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
 
 

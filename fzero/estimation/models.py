@@ -200,7 +200,7 @@ def _imported(word: str) -> NamedModel:
 def _called(word: str, field: str, what: str) -> Any:
     module_name, _, name = word.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it
+        sys.path.insert(0, "")  # as with `python -m`
     try:
         made: Any = importlib.import_module(module_name)
         for part in name.split("."):

@@ -85,7 +85,7 @@ class Guard:
         self._values: list[tuple[Place, Any]] = []
         self._holdings: list[Holding] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []  # most dicts of a module are, those of hooks above all
-        self._followed: dict[int, Any] = {}  # by identity, which is theirs as long as they live
+        self._followed: dict[int, Any] = {}  # keyed by id(); the values keep the objects alive, so no id is reused
         self._own: set[int] = set()  # the attributes of the model's modules
         self._todo: deque[tuple[Any, str, int]] = deque()
         self._cached: list[Any] = []  # functions with lru_cache

@@ -239,7 +239,7 @@ class ModelInGraph:
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
     ) -> AbstractContextManager[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
-        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
+        if isinstance(self._ranks, Stacked):  # stacked tensors hold all ranks, but the model's code expects one
             return nullcontext()
         return self._bound(tensors, buffers, n, numbers[2])
 

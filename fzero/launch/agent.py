@@ -348,7 +348,7 @@ def watch_leash() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the agent of one host, on the leash of the launcher that started it."""
+    """Runs the agent of one host; it ends when the launcher that started it ends."""
     description = "Starts the ranks of one host; `fzero` calls it."
     parser = argparse.ArgumentParser(prog="fzero.launch.agent", description=description)
     parser.add_argument("--world_info", required=True, type=decode)

@@ -170,7 +170,7 @@ def message_of(order: PipeOrder, event: PipeEvent) -> Message:
 @lru_cache
 def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
     """The messages that a stage will receive, in order."""
-    num_received = dict[Message, int]()  # by what a peer sends, its receives from this stage so far
+    num_received = dict[Message, int]()  # per message of a peer: its receives from this stage before it
     for peer, events in enumerate(order.events):
         count = 0
         for event in events if peer != stage else ():

@@ -119,7 +119,7 @@ def predict(
         )
     stages = [_Stage(order, stage, costs) for stage in range(order.stages)]
     arrived = dict[PipeEvent, float]()
-    free = defaultdict[tuple[int, int], float](float)  # by link, when it is free
+    free = defaultdict[tuple[int, int], float](float)  # per link: the time when it is free
     has_moved = True
     while has_moved:
         has_moved = False

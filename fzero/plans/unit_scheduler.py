@@ -46,7 +46,7 @@ class _Run:
     order: Sequence[Event] | None = None
     begun: int = 0
     place: int = 0
-    _gather: int = 0  # where the next gather is
+    _gather: int = 0  # index of the next gather
 
     @property
     def next(self) -> Event | None:
@@ -87,18 +87,18 @@ class UnitScheduler:
         self._since = 0  # the index in `executed` at which the first forward after the last backward begins
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
-        self._ready: Counter[str] = Counter()  # by unit, the complete gradients that are not yet reduced
-        self._filling = defaultdict[str, set[str]](set)  # by unit, the keys of flat gradients that have begun
+        self._ready: Counter[str] = Counter()  # per unit: complete gradients that are not yet reduced
+        self._filling = defaultdict[str, set[str]](set)  # per unit: keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
         self._num_reducing = 0  # the elements of their full gradients
         self._is_last = True
-        self._open_visits: Counter[str] = Counter()  # by unit, the visits whose gradients are not complete
+        self._open_visits: Counter[str] = Counter()  # per unit: visits whose gradients are not complete
 
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # drops what the previous run left
 
     def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""

@@ -292,7 +292,7 @@ class _Rates:
         """Tokens per second of all ranks, operations per second of this one, MFU, and memory in bytes.
 
         Args:
-            tokens, num_batches, seconds: of one step, as means over some.
+            tokens, num_batches, seconds: means per step.
         """
         found: dict[str, float] = {}
         if tokens:

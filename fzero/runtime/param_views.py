@@ -81,7 +81,7 @@ class ParamViews:
         self.is_on = {name: own for name, own in on.items() if own}
         self.relayed = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
         self._by_unit: dict[str, dict[str, Tensor]] = {}
-        self._shared: dict[str, dict[str, Tensor]] = {}  # by parameter, the tensors that its views share
+        self._shared: dict[str, dict[str, Tensor]] = {}  # per parameter: the tensors that its views share
         self._kept = kept_units(units, self.is_on, sizes) if units is not None and self.is_on else frozenset[str]()
 
     def of(self, unit: UnitPlan, full: Callable[[], Tensors]) -> dict[str, Tensor]:

@@ -80,7 +80,7 @@ class Reductions:
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_last, self.only_adds = False, False
-        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
+        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # per unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
         self._parts: dict[str, Tensor] = {}  # shards of the state's own gradients, which are cut once
         self._trained = [b for b in plan.flat_buffers if b.trainable]

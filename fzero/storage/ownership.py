@@ -107,7 +107,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
         PermissionError: the folder belongs to another user.
         OSError: from the system, if the folder cannot be made or written to, or leftovers cannot be removed.
     """
-    with contextlib.suppress(FileExistsError):  # where it is no folder, locking it raises
+    with contextlib.suppress(FileExistsError):  # if it is no folder, locking it raises
         path.mkdir(parents=True, exist_ok=True)
     with _alone(path):
         for made in (folder, folder.parent):
