@@ -133,7 +133,7 @@ class LockstepRanks:
 
         Args:
             state: stacked; donated, unless the step was made with `donate=False`.
-            batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
+            batch: the batch of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
         """
         self._origin.leave(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)

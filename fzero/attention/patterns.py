@@ -150,7 +150,7 @@ class Variable(Pattern):
     """Windows of given sizes, global blocks by index, and random blocks.
 
     Attributes:
-        num_random_blocks: in each row, anywhere, also where `attention` is "unidirectional".
+        num_random_blocks: random blocks of each row, at any column, even if `attention` is "unidirectional".
         local_window_blocks: the size of each window; the last one is repeated.
         global_block_indices: the blocks that every row attends to; with `global_block_end_indices` the starts of ranges.
         global_block_end_indices: their ends, exclusive.

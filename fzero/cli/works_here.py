@@ -80,8 +80,8 @@ class Job:
     """The values that the checks of a rank share.
 
     Attributes:
-        axis: of all ranks.
-        device: of the ranks.
+        axis: the axis of all ranks.
+        device: the device of the ranks.
         folder: for checkpoints.
         reference: the weights after the plain loop.
         of_stages: the weights after the steps of the stages so far.

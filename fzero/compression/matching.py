@@ -32,7 +32,7 @@ def compression(cfg: Config | Mapping[str, Any] | str, model: nn.Module, *, seed
     Args:
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         model: any module; only the names, shapes and kinds of its modules and parameters are read.
-        seed: of stochastic rounding and of the first scores.
+        seed: the seed of stochastic rounding and of the first scores.
 
     Raises:
         TypeError: the model is no module.

@@ -71,7 +71,7 @@ class Shrink:
     """A dimension that `clean` cuts where a mask is 0.
 
     Attributes:
-        mask: of the pruned module's weight.
+        mask: the mask of the pruned module's weight.
         cut: the tensors that lose elements, each with the dimension.
     """
 
@@ -91,7 +91,7 @@ class CompressionPlan:
         extras: the tensors that the techniques add to modules.
         shrinks: the dimensions that `clean` cuts.
         aliases: the second names of tied parameters that are compressed or cut, and of added tensors, each with the first.
-        seed: of stochastic rounding and of the first scores.
+        seed: the seed of stochastic rounding and of the first scores.
     """
 
     params: Mapping[str, tuple[Technique, ...]] = field(default_factory=dict)

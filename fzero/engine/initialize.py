@@ -83,7 +83,7 @@ def initialize(
         distributed_port: the port of rank 0, if the launcher does not set one.
         mpu: must have no model parallelism.
         dist_init_required: False raises where the process group is not initialised yet.
-        collate_fn: of the loader.
+        collate_fn: the collate function of the loader.
         config, config_params: a mapping in DeepSpeed's schema, the path of a file, a base64 string, or a `Config`.
         mesh_param: must be (ranks, 1).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
@@ -178,7 +178,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice |
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
-    """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
+    """The plan of a model after `init_compression`. Warns if the configuration asks for compression and the script has not begun it."""
     plan = plan_of(model)
     if plan is None and cfg.compresses:
         warnings.warn(

@@ -241,7 +241,7 @@ def trace_activations(
             follows the configuration.
         on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
-        changes: of transforms, whose views give modules other values than the parameters.
+        changes: the changes of transforms, whose views give modules other values than the parameters.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.

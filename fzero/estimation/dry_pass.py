@@ -49,7 +49,7 @@ class DryPass:
 
     Args:
         viewed: the names of the parameters of which modules see other values.
-        sizes: of values that have others than the parameter.
+        sizes: the sizes of values whose size is not the parameter's.
     """
 
     def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = (), sizes: Mapping[str, Size] = {}) -> None:

@@ -108,7 +108,7 @@ class Compiled:
     """A traced function, and what runs its graph.
 
     Attributes:
-        kind: of the arguments that differ from call to call.
+        kind: the kind of the arguments that differ from call to call.
         graph: the graph as scheduled.
         sent: the collectives of one run.
     """

@@ -73,7 +73,7 @@ class Traced:
         paths: per tensor of the arguments, its place in their tree.
         attributes: the attributes that the graph reads.
         constants: further tensors that it reads.
-        treespec: of the function's result.
+        treespec: the tree of the function's result.
         others: the result's leaves; None where the graph returns a tensor.
         kept: the attributes that become further results of the graph.
         replaced: the attributes that get other values, which are no tensors.

@@ -52,8 +52,8 @@ class Pulled(NamedTuple):
     """The gradients of what a view is computed from.
 
     Attributes:
-        grad: of the value that the view was given.
-        trained: of the parameters in `ParamView.trains`, by name.
+        grad: the gradient of the value that the view was given.
+        trained: the gradients of the parameters in `ParamView.trains`, by name.
     """
 
     grad: PulledGrad

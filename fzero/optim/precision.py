@@ -216,8 +216,8 @@ def _most(tile: int, param: Tensor) -> int:
 
 
 def _tiles(x: Tensor, size: int, num_tiles: int, *, is_long: bool = True) -> Sequence[Tensor]:
-    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph. If it is not
-    long (of the parameter's shape), all tiles but the last get copies: a counter advances once."""
+    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph. A tensor
+    that is not long, such as a counter, is copied for all tiles but the last, so that it advances once."""
     if num_tiles == 1:
         return (x,)
     return torch.split(x, size) if is_long else (*(x.clone() for _ in range(num_tiles - 1)), x)

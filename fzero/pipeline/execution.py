@@ -55,9 +55,9 @@ class PipelineProgram:
     Attributes:
         model: this stage's layers.
         bounds: the bounds of all chunks.
-        order: of all stages.
+        order: the order of all stages.
         evaluation: the order of so many micro-batches without gradients.
-        loss_fn: of the last layer's output and the labels; None where the output is the loss.
+        loss_fn: the function of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
         last_loss: the result of `loss_fn` for the micro-batch that ran last, without its graph; empty where none has run here.

@@ -104,7 +104,7 @@ def predict(
     Args:
         order: checked (`plan_order`).
         costs: by chunk, of one micro-batch.
-        bandwidth: of the link from one stage to another, bytes per second in each direction.
+        bandwidth: the bandwidth of the link from one stage to another, bytes per second in each direction.
         latency: seconds that each message takes besides.
 
     >>> from fzero.pipeline.orders import one_f_one_b

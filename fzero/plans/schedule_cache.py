@@ -47,7 +47,7 @@ class CachedScheduler:
 
     Args:
         make: makes a new scheduler for the same rules.
-        cache: of the plan.
+        cache: the cache of the plan.
     """
 
     def __init__(self, make: Callable[[], UnitScheduler], cache: ScheduleCache) -> None:

@@ -191,7 +191,7 @@ class RunLog:
         """Ends a step.
 
         Args:
-            metrics: of the step.
+            metrics: the metrics of the step.
             more: other numbers to write, by name.
         """
         if self._writers is None:

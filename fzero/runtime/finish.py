@@ -86,7 +86,7 @@ class GradNorms:
         Args:
             home: the gradient in the state.
             result: this rank's shard of it, in memory (S).
-            device: of the number.
+            device: the device of the number.
             is_final: whether no other reduction follows.
         """
         self._found.pop(key, None)

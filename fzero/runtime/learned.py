@@ -103,7 +103,7 @@ class Learned:
     """The findings of a step so far, on one rank.
 
     Attributes:
-        orders: of collectives, by run; None where every step negotiates them.
+        orders: the orders of collectives, by run; None where every step negotiates them.
         schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.

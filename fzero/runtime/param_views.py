@@ -21,7 +21,7 @@ def seen_numel(unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size]
 
     Args:
         names: the parameters with views.
-        sizes: of values that have others than the parameter.
+        sizes: the sizes of values whose size is not the parameter's.
     """
     found: dict[str, int] = {}
     homes = {name: buffer for buffer in unit.buffers for name in buffer.layout.names}
@@ -56,7 +56,7 @@ class ParamViews:
     """The values of the parameters that have views, by unit.
 
     Args:
-        views: of each parameter, in the order of their application.
+        views: the views of each parameter, in the order of their application.
         num_updates: reads n; called only if there are views.
         buffers: the module buffers, which views may read.
         units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.

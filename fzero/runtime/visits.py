@@ -42,7 +42,7 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        forward: of which it is a part, or a part that runs again.
+        forward: the forward that it is a part of, or whose part runs again.
         is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
     """
 
@@ -229,7 +229,7 @@ class GivenParams:
         is_open: whether the forward runs.
         is_shared: whether all forwards get the same parameters. Their graphs share nodes: a backward must get its visits.
         gives_again: whether the nodes that are made now save their outputs by name.
-        leaves: of a forward whose parameters are compared.
+        leaves: the leaves of a forward whose parameters are compared.
     """
 
     def __init__(self, relayed: frozenset[str] = frozenset()) -> None:

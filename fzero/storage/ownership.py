@@ -152,7 +152,7 @@ def release(path: Path, folder: Path, name: str) -> None:
     """Removes a run's files, its marker, and the folders that are then empty. Missing files are no error.
 
     Args:
-        name: of the claim. If the folder has been removed and claimed anew under another name, nothing is done.
+        name: the name of the claim. If the folder has been removed and claimed anew under another name, nothing is done.
     """
     with contextlib.suppress(FileNotFoundError):
         # Outside the lock, which all ranks share, because this takes long; the marker still keeps others away.

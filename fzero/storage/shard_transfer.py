@@ -58,7 +58,7 @@ class ShardTransfer(Protocol):
     """The shards of a forward-backward.
 
     Attributes:
-        device: of the forward-backward.
+        device: the device of the forward-backward.
         scratch: the pool of its buffers.
     """
 

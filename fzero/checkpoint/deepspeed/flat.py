@@ -66,7 +66,7 @@ class Flats(NamedTuple):
         step: the number of a group's updates; None if unknown.
         settings: the optimizer's groups without their parameters; `scaler`: the loss scaler's attributes, if any.
         where: the file of the flat tensors of a rank and group.
-        stage: of the saving job; 0 also for a universal checkpoint.
+        stage: the stage of the saving job; 0 also for a universal checkpoint.
     """
 
     shapes: Shapes
