@@ -178,7 +178,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice |
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
-    """The plan of a model after `init_compression`. Warns if the configuration asks for compression and the script has not begun it."""
+    """The plan of a model after `init_compression`. Warns if only the configuration asks for compression."""
     plan = plan_of(model)
     if plan is None and cfg.compresses:
         warnings.warn(
