@@ -90,7 +90,7 @@ class UnitScheduler:
         self._ready: Counter[str] = Counter()  # per unit: complete gradients that are not yet reduced
         self._filling = defaultdict[str, set[str]](set)  # per unit: keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
-        self._num_reducing = 0  # the elements of their full gradients
+        self._num_reducing = 0  # elements of the full gradients of `_in_flight`
         self._is_last = True
         self._open_visits: Counter[str] = Counter()  # per unit: visits whose gradients are not complete
 

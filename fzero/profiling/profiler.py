@@ -175,7 +175,7 @@ MOST_SECONDS = 2.0
 
 
 def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 7) -> float:
-    """The median seconds of some calls, after one warm-up call: a plan is of the usual step.
+    """The median seconds of some calls, after one warm-up call, because a plan predicts the usual step.
 
     After `MOST_SECONDS` no further call is made; where the warm-up call alone takes longer, it counts.
     """

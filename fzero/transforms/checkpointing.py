@@ -150,7 +150,7 @@ class _Slot(NamedTuple):
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """The module's present mapping of buffers. (To bind the module again for the backward replaces the mapping.)"""
+        """The module's present mapping of buffers. (Binding the module again for the backward replaces the mapping.)"""
         return self.module._buffers
 
 

@@ -38,7 +38,7 @@ ENOUGH = 0.003  # the expected improvement below which the search ends
 class Point:
     """One configuration, as the search sees it."""
 
-    features: tuple[float, ...]  # numbers that distinguish it from others, about 1 apart
+    features: tuple[float, ...]  # coordinates of the point, about 1 apart between unlike points
     predicted: float  # its planned cost; positive
     nbytes: float = 0.0  # its planned memory
 
