@@ -136,7 +136,8 @@ def export_weights(arguments: list[str]) -> int:
     if given.format == formats[0] and given.torch_optimizer:
         parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
     before = _files_in(given.out)
-    from fzero.checkpoint import export, export_deepspeed
+    from fzero.checkpoint import export
+    from fzero.deepspeed import export_deepspeed
 
     def make() -> tuple[Table, dict[str, Any]]:
         if given.format == formats[0]:
@@ -212,7 +213,7 @@ def convert(arguments: list[str]) -> int:
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
-    from fzero.checkpoint import convert_deepspeed
+    from fzero.deepspeed import convert_deepspeed
 
     def make() -> tuple[str, dict[str, Any]]:
         made = str(convert_deepspeed(given.dir, given.out))

@@ -129,7 +129,7 @@ def check_length(length: int, block: int) -> None:
     if block < 1 or length % block:
         raise ValueError(
             f"sparse attention: the sequence length must be a multiple of block, {block}, got {length}; pad the batch with "
-            f"SparseAttentionUtils.pad_to_block_size (fzero.attention.pad_to_block_size), or choose another block"
+            f"fzero.deepspeed.ops.sparse_attention.SparseAttentionUtils.pad_to_block_size, or choose another block"
         )
 
 

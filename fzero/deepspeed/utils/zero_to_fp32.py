@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint import folders
-from fzero.checkpoint.deepspeed.files import is_deepspeeds
-from fzero.checkpoint.deepspeed.load import convert_deepspeed
 from fzero.checkpoint.loading import opened
 from fzero.common.optional import package
+from fzero.deepspeed.formats.files import is_deepspeeds
+from fzero.deepspeed.formats.load import convert_deepspeed
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
