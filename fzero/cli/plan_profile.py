@@ -257,10 +257,7 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
             step = make_train_step(model, changed(keys, OF_MANY_RANKS))
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # from torch: no such device, no memory, or a batch that does not fit
+    except (RuntimeError, AssertionError) as error:  # torch: no such device, no memory, a batch that does not fit
         raise ModelError(
             f"profile: {found.description} on {given.device!r} gave {type(error).__name__}: {error}"
         ) from error

@@ -64,9 +64,8 @@ class Hub:
         errors: list[tuple[int, BaseException]] = []
         # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
         num_threads = torch.get_num_threads()
-        stream = (
-            torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
-        )  # the current stream belongs to the thread
+        # The current stream belongs to the thread.
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run(rank: int) -> None:
             self._turns[rank].acquire()

@@ -63,9 +63,8 @@ class ModelInGraph:
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
             loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
-        self._functions: list[
-            FunctionType
-        ] = []  # functions of the model; its tensors have another class under torch.vmap
+        # Functions of the model, whose tensors have another class under torch.vmap.
+        self._functions: list[FunctionType] = []
         if isinstance(ranks, Stacked):
             with Guard.recording(spec.model, () if spec.loss_fn is None else (spec.loss_fn,)) as guard:
                 self._functions = guard.functions

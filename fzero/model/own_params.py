@@ -267,9 +267,8 @@ class FetchedParameters(dict[str, Any]):
         super().__delitem__(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {
-            key: copy.deepcopy(self[key], memo) for key in self
-        }  # for a module that the model copies in its forward
+        # For a module that the model copies in its forward.
+        return {key: copy.deepcopy(self[key], memo) for key in self}
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself

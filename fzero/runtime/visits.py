@@ -210,9 +210,8 @@ class _Given(NamedTuple):
     def error(self) -> ValueError | None:
         """The error for a change that a parameter does not allow, or None."""
         marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
-        if (
-            self.leaf.retains_grad and self.leaf.grad is not None
-        ):  # torch.autograd.backward(..., inputs=parameters) set it
+        # torch.autograd.backward(..., inputs=parameters) sets such a gradient.
+        if self.leaf.retains_grad and self.leaf.grad is not None:
             raise RuntimeError(INSIDE)
         if is_kept and not marks and not self.leaf._backward_hooks:
             return None

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from ranks import RankPool
 from torch import Tensor, nn
 
@@ -21,6 +20,7 @@ from fzero.config.table import ShownConfig
 from fzero.config.unknown_keys import IGNORED_IN, without_unknown
 from fzero.deepspeed.engine.config_keys import EngineKeys, read
 from fzero.deepspeed.engine.monitor import monitors
+from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from fzero.optim import ShardContents
 from fzero.optim.matrix import orthogonalise, orthogonalise_gram
 from sharding.layout import FlatLayout

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 from engines import Net, assert_close, criterion, data, made, mine, plainly, settings
-from fzero.deepspeed.pipe import PipelineModule
 from ranks import RankPool
 from torch import Tensor, nn
 from training import make
@@ -26,6 +25,7 @@ from training import make
 import fzero
 import fzero.deepspeed as deepspeed
 from fzero.config.config import ConfigError, ConfigWarning
+from fzero.deepspeed.pipe import PipelineModule
 
 NUM_STEPS = 4
 EXAMPLES = Path(__file__).parents[2] / "examples"

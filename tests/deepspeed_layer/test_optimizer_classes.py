@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from engines import SAMPLES, Net, criterion, data
-from fzero.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from fzero.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from fzero.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
 from fzero.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from fzero.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from training import make
 
 import fzero
+from fzero.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from fzero.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from fzero.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 
 WRAPPERS = (DeepSpeedOptimizer, ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
