@@ -15,10 +15,10 @@ from fzero.common.arguments import check_whole, refuse
 from fzero.common.random_states import random_states, set_random_states
 from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
-from fzero.config.config import ConfigError
+from fzero.config.config import Config, ConfigError
 from fzero.deepspeed.engine.call_errors import CallError
 from fzero.deepspeed.engine.client_optimizers import lr_of
-from fzero.deepspeed.engine.settings import Settings
+from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
 from fzero.profiling.writers import Writer
@@ -51,10 +51,15 @@ class LossScaleNumber(float):
         return self._configured
 
 
-class Accessors(Settings):
+class Accessors:
     """The part of `Engine` that computes nothing."""
 
     active_step: Callable[[], TrainStep]
+    train_step: TrainStep
+    keys: EngineKeys
+    config: dict[str, Any]
+    """The configuration as the script gave it."""
+    managed_gradient_accumulation: Callable[[], bool]
     state: TrainState[Tensor]
     live_optimizer: EngineOptimizer | None
     lr_scheduler: Any
@@ -74,6 +79,10 @@ class Accessors(Settings):
     _monitors: list[Writer]
     _watch: StepLog
     comms_log: CommsLog | None
+
+    @property
+    def cfg(self) -> Config:
+        return self.train_step.spec.cfg
 
     # --- batch sizes ---------------------------------------------------------------------------------------------
 

@@ -42,6 +42,7 @@ from fzero.deepspeed.engine.monitor import check_packages, monitors
 from fzero.deepspeed.engine.optimizer import EngineOptimizer
 from fzero.deepspeed.engine.param_status import available
 from fzero.deepspeed.engine.param_views import ENGINES
+from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
 from fzero.model.errors import not_trained
 from fzero.profiling.profiler import dtype_of
@@ -88,7 +89,7 @@ class Engine(HoldsModule, nn.Module):
         nn.Module.__init__(self)
         self.train_step, self.state, self.keys, self.live_optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
-        self.config = dict(config or {})
+        self.config, self.engine_settings = dict(config or {}), Settings(self)
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
@@ -487,6 +488,7 @@ class Engine(HoldsModule, nn.Module):
             raise
 
 
+show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)
 show_part(Engine, "data_schedules", DataSchedules)
 show_part(Engine, "engine_generator", Generator)
