@@ -36,14 +36,14 @@ from fzero.model.origin import Origin
 from fzero.parallelism import parallelism_of
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
-from fzero.runtime.finish import next_state
+from fzero.runtime.finish import check_outcome, next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.outcome import check_outcome
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.weights import differing
-from fzero.state import Metrics, TrainState, is_donated, taken
+from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
+from fzero.storage.state_memory import is_donated, taken
 from sharding import Mesh, TensorSpec
 
 __all__ = ["LockstepRanks", "VmapRanks", "simulate", "stacked", "unstacked"]

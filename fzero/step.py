@@ -22,25 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from fzero import parallelism
+from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.model.fetched_parameters import untraced
-from fzero.plans.comm_hooks import GivenHook
+from fzero.model.own_params import untraced
+from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import EventOrder
-from fzero.runtime import phases
+from fzero.runtime import inspection, phases
+from fzero.runtime.batches import LossFn
 from fzero.runtime.finish import Collected, Outcome, next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.loss import LossFn
 from fzero.runtime.outcome import explain
-from fzero.runtime.phases import AccumulationWindow
-from fzero.runtime.programs import Eager
+from fzero.runtime.phases import AccumulationWindow, Eager
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.weights import first_state, state_dict, with_weights
@@ -262,6 +262,7 @@ class TrainStep:
             still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all its
                 parameters are listed in `still` in all forwards of a window.
         """
+        check_callable("forward", function, "a function without arguments that calls the model")
         return phases.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
@@ -350,7 +351,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return phases.evaluate(self.runtime, state, batch)
+        return inspection.evaluate(self.runtime, state, batch)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
@@ -360,7 +361,7 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return phases.inspect(self.runtime, state, function, run)
+        return inspection.inspect(self.runtime, state, function, run)
 
     def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
@@ -370,7 +371,7 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        return phases.first_overflow(self.runtime, state)
+        return inspection.first_overflow(self.runtime, state)
 
     def following(
         self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None = None

@@ -41,8 +41,7 @@ from fzero.comms.mesh import AxisMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
-from fzero.plans.comm_hooks import CommHooks
-from fzero.plans.dataflow import along
+from fzero.plans.dataflow import CommHooks, along
 from fzero.plans.flat_params import FlatParamPlan
 from sharding import DEVICE, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from rich.console import Console, Group, RenderableType
+from rich.progress import Progress
 from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, make_train_step
@@ -202,8 +203,6 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Inside, a bar on stderr counts configurations; there is none where stderr is no terminal."""
-    from rich.progress import Progress
-
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("configurations")

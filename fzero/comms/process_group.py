@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fzero.comms.axes import AbstractAxis, LockstepAxis, ProcessAxis, RankAxis
 from fzero.comms.hangs.failures import Explained, drop_probes, end_watch, keep_watch, timeout_of, timeout_of_group
 from fzero.comms.pending import drop_abandoned, has_abandoned
-from fzero.comms.rendezvous import launched
+from fzero.comms.rendezvous import follow_port, launched
 from sharding import Mesh
 
 _PARTS: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[int, ...]], dist.ProcessGroup]] = WeakKeyDictionary()
@@ -45,6 +45,7 @@ def join(device: torch.device | str = "cpu", *, name: str = "data", timeout: tim
         me, kind = launched(), torch.device(device).type
         if me is None:
             return ProcessAxis(name)
+        follow_port(os.environ)
         # torchrun's agent may hold the store; only env:// finds it there.
         where: dict[str, Any] = {"init_method": "env://"}
         if me.by != "torchrun":

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 DEFAULT_PORT = 29500
+AGENT_STORE = "FZERO_AGENT_STORE"
+"""The job and the port for which fzero's agent keeps the store: `agent_store`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,3 +80,24 @@ def launched(environment: Mapping[str, str] = os.environ) -> RankInfo | None:
         port = int(environment.get("MASTER_PORT", DEFAULT_PORT))
         return RankInfo(int(environment[rank]), num_ranks, int(environment.get(local_rank, 0)), address, port, by)
     return None
+
+
+def agent_store(run_id: str, port: str) -> dict[str, str]:
+    """The variable from which `follow_port` knows that an agent keeps the job's store."""
+    return {AGENT_STORE: f"{run_id} {port}"}
+
+
+def follow_port(environment: MutableMapping[str, str]) -> None:
+    """Lets rank 0 keep the job's store where the script has set another MASTER_PORT than the launcher's.
+
+    The agent listens at its own port only, and the ranks would wait for it at the script's.
+
+    >>> environment = {"TORCHELASTIC_RUN_ID": "a", "MASTER_PORT": "29501", **agent_store("a", "29500")}
+    >>> follow_port(environment)
+    >>> environment["TORCHELASTIC_USE_AGENT_STORE"]
+    'False'
+    """
+    run_id, port = (environment.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_PORT"))
+    known_id, _, known_port = environment.get(AGENT_STORE, "").partition(" ")
+    if known_id == run_id and known_port not in ("", port):
+        environment["TORCHELASTIC_USE_AGENT_STORE"] = "False"

@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,8 +40,7 @@ from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.batches import map_tensors, without_memory
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.batches import LossFn, loss_of, map_tensors, without_memory
 from fzero.storage.buffer_sizes import pinned_nbytes
 from fzero.transforms.checkpointing import Moves, Site, checkpointed, choose_modules
 from sharding.views import torch_dtype
@@ -288,8 +289,6 @@ def faked(
     Args:
         trained: see `fzero.plans.PlanSpec`.
     """
-    from torch._subclasses import FakeTensorMode
-
     # The dtypes do not depend on the stage, and nothing here depends on the configured number of samples.
     alone = cfg.model_copy(
         update={
@@ -377,7 +376,6 @@ def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
 @contextmanager
 def _with_fix(model: nn.Module) -> Iterator[None]:
     """Adds a fix to errors of the model; the body's own ValueErrors pass."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     def drop(record: logging.LogRecord) -> bool:
         return False

@@ -35,7 +35,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn
 from fzero.runtime.step_spec import StepSpec
 from sharding import Mesh
 from sharding.dtypes import itemsize

@@ -31,7 +31,7 @@ from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
 from fzero.plans.machine_model import MachineModel
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn
 
 Progress = Callable[[int, int], None]
 """A function that gets the number of configurations planned so far, and of all."""

@@ -24,10 +24,13 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OperatorBase, OpOverloadPacket
 
 MISSING = object()
 """The value of an entry that is not there."""
 _BY_VALUE = (int, complex, str, bytes, torch.Size)
+_OPERATORS = (OperatorBase, OpOverloadPacket)
+"""An operator of PyTorch holds caches of its kernels, which grow in a trace."""
 CONTAINERS = (list, tuple, set, frozenset, deque)
 _NAMED_PARTS: dict[type, tuple[str, ...]] = {
     FunctionType: ("__code__", "__defaults__", "__kwdefaults__", "__dict__"),
@@ -109,7 +112,7 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
         return _in_dict, True
     if isinstance(value, Structure):
         return _in_structure, False
-    if isinstance(value, (TensorKind, Tensor, Logger, *_BY_VALUE)):
+    if isinstance(value, (TensorKind, Tensor, Logger, *_OPERATORS, *_BY_VALUE)):
         return None
     if isinstance(value, CONTAINERS):
         return tuple, False

@@ -104,10 +104,18 @@ def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collect
 
 
 def check_class(name: str, own: Tensor) -> None:
-    """Raises VmapError for a tensor of a model whose class has methods of its own, which a tensor of all ranks lacks."""
+    """Raises ImpureError for a parameter or buffer whose class has methods of its own, which a traced tensor lacks.
+
+    Raises:
+        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+    """
     kind = type(own)
     if not kind.__module__.startswith(("torch", "fzero.")):
-        raise VmapError(f"{name!r} is a {kind.__name__}, and tensors of all ranks have no methods of other classes")
+        text = (
+            f"{name!r} is a {kind.__name__}, and tensors of all ranks, or in one graph, have no methods of other classes; make "
+            f"functions of the methods, or leave compile='step' and by='vmap' out"
+        )
+        raise VmapError(text) if get_proxy_mode() is None else ImpureError(text)
 
 
 def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, Tensor]:

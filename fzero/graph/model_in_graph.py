@@ -28,10 +28,11 @@ from fzero.graph.impure import check_caches, check_class, check_not_kept, no_ten
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
-from fzero.model.fetched_parameters import marks_of, new_marks
-from fzero.model.own_params import check_unchanged, own_class
+from fzero.model.own_params import marks_of, new_marks, own_class
+from fzero.model.tensor_checks import check_unchanged
 from fzero.model.transforms import Call, in_own_dtypes
-from fzero.runtime.loss import loss_of
+from fzero.plans.flat_params import FlatParamPlan
+from fzero.runtime.batches import loss_of
 from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
@@ -148,13 +149,18 @@ class ModelInGraph:
         }
         return row, grads_by_name, are_sums[0]
 
-    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters by name, cut from gathered flat buffers."""
-        tensors: dict[str, Tensor] = {}
+    def gathered(self, params: dict[str, Tensor]) -> Iterator[tuple[FlatParamPlan, Tensor]]:
+        """The full flat buffers (P), gathered one after the other."""
         for flat in self._flats:
             label = Label("gather", flat.key)
             with labelled(label):
                 param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks, label=label).wait()
+            yield flat, param_P
+
+    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, cut from gathered flat buffers."""
+        tensors: dict[str, Tensor] = {}
+        for flat, param_P in self.gathered(params):
             layout = flat.layout
             parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
@@ -191,8 +197,7 @@ class ModelInGraph:
         for name, own in chain(model.named_parameters(), model.named_buffers()):
             if kind := own_class(own):
                 raise of_own_class(name, kind)
-            if isinstance(self._ranks, Stacked):
-                check_class(name, own)
+            check_class(name, own)
         before = {
             name: marks_of(as_parameter(x, name) if name in tensors else x)
             for name, x in chain(tensors.items(), model.named_buffers())

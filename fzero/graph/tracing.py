@@ -55,9 +55,8 @@ from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.model.changes import attributes_kept
 from fzero.model.errors import late
-from fzero.model.fetched_parameters import marks_of
 from fzero.model.held_tensors import Held
-from fzero.model.own_params import HeldStandIn, StandIn
+from fzero.model.own_params import HeldStandIn, StandIn, marks_of
 
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 _ONE_AT_A_TIME = threading.RLock()

@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher import api as launcher
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from fzero.comms.rendezvous import agent_store
 from fzero.launch import reaper
 from fzero.launch.environment import one_host_defaults, rank_defaults
 from fzero.launch.forwarder import Forwarder
@@ -213,7 +214,8 @@ class Ended:
 
             def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
                 ended.times.clear()
-                os.environ.update(host_variables(worker_group))  # ranks inherit them
+                run_id, port = worker_group.spec.rdzv_handler.get_run_id(), str(worker_group.master_port)
+                os.environ.update(host_variables(worker_group) | agent_store(run_id, port))  # ranks inherit them
                 started: dict[int, Any] = super()._start_workers(worker_group)
                 return started
 

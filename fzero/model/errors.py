@@ -30,6 +30,12 @@ TRANSFORMED = (
     "because PyTorch allows no saved-tensor hooks in them, and one was called; use torch.autograd.grad(..., create_graph=True), "
     "or stages 0 to 2"
 )
+CONTROL_FLOW = (
+    "model: the functions given to torch.cond, while_loop, map or scan must not read parameters or modules of the model, because "
+    "these operators take no tensors that share memory, as the parameters of a unit do, and no replaced forward, and one does; "
+    "clone each before the call (weight = self.layer.weight.clone(), and torch.nn.functional.linear(x, weight) in the function), "
+    "or write a Python if or for"
+)
 OVER = (
     "backward: the loss must come from the present step, and its forward belongs to a step that is over (updated, or ended by "
     "an error), whose parameters are gone; run the forward again"
@@ -43,6 +49,7 @@ BETWEEN = (
 CHANGES_FLAG = "you can only change requires_grad flags of leaf"
 HOOKS_SAVED = "don't yet support saved tensor hooks"
 COMPILED_TWICE = "does not currently support double backward"
+UNCAPTURED = "higher order operator doesn't work unless it is captured"
 """Parts of PyTorch's messages. Errors with such a message get a clearer one here."""
 
 
@@ -60,6 +67,8 @@ def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -
         ) from error
     if HOOKS_SAVED in str(error):
         raise ValueError(TRANSFORMED) from error
+    if UNCAPTURED in str(error):
+        raise ValueError(CONTROL_FLOW) from error
 
 
 def was_changed(name: str | None, where: str = "of the model") -> ParameterError:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -351,7 +351,7 @@ class AllChanges:
         self.is_by_forward = any(one.is_by_forward for one in changes)
         self.not_in_graph = next((one.not_in_graph for one in changes if one.not_in_graph), "")
         self.num_constants = sum(one.num_constants for one in changes)
-        self._wrapping = [(index, one.forwards) for index, one in enumerate(changes) if one.forwards is not None]
+        self.wrapping = [(index, one.forwards) for index, one in enumerate(changes) if one.forwards is not None]
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -416,23 +416,22 @@ class AllChanges:
         """The added parameters that are made from these weights."""
         return {name: x for one in self._changes for name, x in one.first_params(values).items()}
 
+    @contextmanager
     def bound(
         self, model: nn.Module, call: Callable[[], Call], constants: tuple[Hashable, ...] | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Inside, the modules of a bound model have their other forwards."""
-        return self._bound(model, call(), constants) if self._wrapping else nullcontext()
-
-    @contextmanager
-    def _bound(self, model: nn.Module, call: Call, constants: tuple[Hashable, ...] | None) -> Iterator[None]:
         own: list[tuple[nn.Module, dict[str, Any]]] = []
         try:
-            for index, forwards in self._wrapping:
+            for index, forwards in self.wrapping:
                 constant_of = self._changes[index].constant
                 constant: Hashable = None
                 if constant_of is not None:
-                    constant = constants[index] if constants else constant_of(int(call.num_updates()))
+                    constant = constants[index] if constants else constant_of(int(call().num_updates()))
                 wrapped: list[nn.Module] = []  # a module with several names is wrapped once
-                for name, wrap in forwards(replace(call, constant=constant, num_constants=self.num_constants)).items():
+                for name, wrap in forwards(
+                    replace(call(), constant=constant, num_constants=self.num_constants)
+                ).items():
                     module = _module_of(model, name, self._changes[index].name)
                     if not any(module is other for other in wrapped):
                         wrapped.append(module)

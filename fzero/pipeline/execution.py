@@ -33,9 +33,10 @@ from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.runtime import phases
 from fzero.runtime.autograd_nodes import Visits
+from fzero.runtime.batches import loss_of
 from fzero.runtime.eager import recomputing
-from fzero.runtime.finish import Collected
-from fzero.runtime.loss import loss_of, loss_row, mean_of
+from fzero.runtime.finish import Collected, loss_row, mean_of
+from fzero.runtime.inspection import inspecting
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
@@ -122,7 +123,7 @@ class PipelineProgram:
         try:
             with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
-                with phases.inspecting(run, state, "evaluate"):
+                with inspecting(run, state, "evaluate"):
                     self.model.eval()
                     self._execute(passes, run, self.evaluation(len(micro_batches)))
         finally:

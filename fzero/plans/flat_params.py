@@ -20,7 +20,8 @@ import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.config.stages import StageSpecs
-from fzero.optim.precision import Dtypes, Precision, mixed_precision
+from fzero.optim.precision import Dtypes, Precision
+from fzero.optim.transforms import mixed_precision
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import optree
 from rich.console import Group
 
+from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
 from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans import report, traffic
-from fzero.plans.comm_hooks import CommHooks, state_like
+from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
+from fzero.plans.hook_choice import state_like
 from fzero.plans.leaves import StateLeaf, state_leaves
 from fzero.plans.mesh_axes import num_ranks, replicate_axes
 from fzero.plans.streaming import Streaming
@@ -290,8 +292,6 @@ class Plan:
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from fzero.common.notebooks import as_html
-
         return as_html(self)
 
 

@@ -16,9 +16,9 @@ from fzero.common.arguments import check_model, check_names
 from fzero.common.collector import collector_paused
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.plans.comm_hooks import CommHooks, GivenHook
+from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
-from fzero.plans.hook_choice import comm_hooks_of
+from fzero.plans.hook_choice import GivenHook, comm_hooks_of
 from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of

@@ -25,13 +25,13 @@ from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
 from fzero.optim.adam_kernels import adamw
 from fzero.optim.fragments import ShardContents
-from fzero.optim.precision import mixed_precision
+from fzero.optim.transforms import mixed_precision
 from fzero.plans.param_groups import optimizers_of
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.batches import LossFn, loss_of
 from sharding.views import torch_dtype
 
 OF_MANY_RANKS: dict[str, None] = dict.fromkeys(

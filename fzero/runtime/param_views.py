@@ -157,3 +157,7 @@ class ParamViews:
                 for key, own in of_others.items():
                     trained[key] = trained[key] + own if key in trained else own
         return {name: found, **{key: PulledGrad(own) for key, own in trained.items()}}
+
+
+NO_VIEWS = ParamViews({}, lambda: 0, {})
+"""For a model without views."""

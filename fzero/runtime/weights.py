@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable, check_kind, check_no_inference
+from fzero.comms import collectives
 from fzero.comms.hangs.failures import meet
+from fzero.comms.records import Label
 from fzero.runtime.init_state import InitFn
 from fzero.runtime.outcome import explained
 from fzero.runtime.step_runtime import StepRuntime
@@ -70,6 +73,11 @@ def differing(run: StepRuntime, state: TrainState[Tensor], tensors: Mapping[str,
             if not torch.equal(own.to(flat.device, flat.dtype), flat[first:stop]):
                 found.add(name)
     return found
+
+
+def on_any_rank(run: StepRuntime, names: Collection[str]) -> set[str]:
+    """The names that any rank gives. *Collective:* every rank of the job; sends the names."""
+    return {*chain.from_iterable(collectives.exchange(sorted(names), run.mesh.world, label=Label("compare")))}
 
 
 def with_weights(run: StepRuntime, state: TrainState[Tensor], weights: Mapping[str, Tensor]) -> TrainState[Tensor]:

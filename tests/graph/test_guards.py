@@ -529,6 +529,25 @@ def test_a_tensor_that_the_code_holds_is_written_once_in_a_step_and_a_cache_stay
     assert losses[:3] == losses[3:] and torch.equal(*values)
 
 
+KEPT = [torch.ops.aten.sinc.default, torch.ops.aten.sinc]
+
+
+class NamesOperators(Changing):
+    """Reads a list of operators, as the policy of a selective checkpoint is, whose caches its call fills."""
+
+    def change(self, x: Tensor) -> Tensor:
+        return KEPT[0](x) * len(KEPT)
+
+
+def test_the_caches_of_an_operator_that_the_code_names_are_no_contents() -> None:
+    KEPT[0]._dispatch_cache.clear()
+    step = fzero.make_train_step(make(NamesOperators), config(0, clip=0.0, optimizer=SGD), **AOT)
+    state = step.init()
+    for index in range(2):
+        state, metrics = step(state, vectors(index))
+    assert metrics.loss.isfinite()
+
+
 class ReadsValue(Changing):
     def change(self, x: Tensor) -> Tensor:
         return x * HELD[0].item()

@@ -101,7 +101,21 @@ class KeepsData(Toy):
         return x + self.first
 
 
+class Tagged(Tensor):
+    """A tensor of a class of its own."""
+
+
+class BufferOfAClass(Toy):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH).as_subclass(Tagged))
+
+    def odd(self, x: Tensor) -> Tensor:
+        return x * (1 if isinstance(self.mean, Tagged) else 2)
+
+
 REFUSED: dict[type[Toy], str] = {
+    BufferOfAClass: "'mean' is a Tagged, and tensors of all ranks, or in one graph, have no methods",
     SetsData: "'linear.weight': must not be changed in place by the forward",
     SetsDataOfAnActivation: "sets the .data of a tensor",
     Unfreezes: "'frozen.weight': must keep requires_grad in the forward",

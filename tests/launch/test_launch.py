@@ -453,6 +453,17 @@ def test_ranks_get_their_environment_a_prefix_and_logs_of_their_own(tmp_path):
     assert_none_left(tmp_path)
 
 
+def test_a_script_may_set_a_port_of_its_own(tmp_path):
+    # The launcher's agent keeps the store at another one, where the ranks would wait for ten minutes.
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        (tmp_path / "port").write_text(str(found.getsockname()[1]))
+    job = fzero(tmp_path, "own port", "--num_procs", "2")
+    _, errors = job.communicate(timeout=120)
+    assert job.returncode == 0, errors
+    assert len({(tmp_path / f"losses.{rank}").read_text() for rank in range(2)}) == 1
+    assert_none_left(tmp_path)
+
+
 @pytest.mark.covering(0)
 @pytest.mark.parametrize(
     ("scenario", "code", "how"), [("exits", 7, "ended with code 7"), ("is killed", 137, "SIGKILL")]

@@ -190,6 +190,7 @@ NOT_IN_A_GRAPH = "|".join(
         "leaves a gradient in the .grad of a tensor",
         "through a view that was made before the forward, in one graph",
         "must be an nn.Parameter in one graph",
+        "have no methods of other classes",
         "must get no attribute in the forward",
         "reshape is not implemented for sparse tensors",
         "draws from a generator that the forward makes",

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from ranks import RankPool
 from torch import Tensor, nn
 
 import fzero
-from fzero.runtime.loss import agreed_buffers
+from fzero.runtime.module_buffers import agreed_buffers
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 
@@ -90,6 +91,42 @@ def test_another_structure_of_a_model_is_an_error(change: str, num_before: int, 
     for stage in (0, 3):
         with pytest.raises(ValueError, match=r"must not change after the step is made|must keep its values"):
             losses(Model(), stage, STRUCTURE[change], num_before, runner)
+
+
+def _errors(stage: int, num_before: int) -> dict[str, str]:
+    """What each change raises; any error of the later ones on fewer ranks ends in another."""
+    found = {}
+    for name, change in STRUCTURE.items():
+        with pytest.raises(ValueError) as raised:
+            losses(Model(), stage, change, num_before, "eager")
+        found[name] = str(raised.value)
+    return found
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_another_structure_is_the_same_error_on_every_rank(ranks: RankPool, stage: int, num_before: int) -> None:
+    # In stage 3 most ranks hold no part of the parameter that was replaced.
+    first, *others = ranks(3, _errors, stage, num_before)
+    assert others == [first] * 2
+
+
+def _goes_on(stage: int) -> list[float]:
+    model, found = Model(), []
+    step = fzero.make_train_step(model, config(stage))
+    state = step.init()
+    for index in range(3):
+        state, metrics = step(state, X)
+        found.append(metrics.loss.item())
+        model.load_state_dict(step.gather(state), assign=index == 1)
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_parameters_with_the_states_own_values_may_replace_others(ranks: RankPool, stage: int) -> None:
+    expected = losses(Model(), 0, lambda model: None, 0, "eager")
+    for found in ranks(2, _goes_on, stage):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("runner", ["eager", "block", "step"])

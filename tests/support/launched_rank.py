@@ -44,6 +44,9 @@ def train(folder: Path, leaves: int | None = None) -> None:
 def main(scenario: str, folder: Path) -> None:
     if scenario == "train":
         return train(folder)
+    if scenario == "own port":
+        os.environ["MASTER_PORT"] = (folder / "port").read_text()
+        return train(folder)
     if scenario == "rank 1 leaves":
         return train(folder, leaves=1)
     if scenario == "imports deepspeed":

@@ -17,7 +17,7 @@ import torch.distributed.device_mesh
 from fzero.common.text_tables import as_text
 from fzero.comms import collectives, process_group
 from fzero.comms.hangs.failures import TIMEOUT
-from fzero.comms.rendezvous import launched
+from fzero.comms.rendezvous import follow_port, launched
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
 from fzero.deepspeed.engine.initialize import check_may_join
 from fzero.deepspeed.engine.param_views import ENGINES
@@ -56,6 +56,7 @@ def init_distributed(
         check_may_join(False)
         return
     if init_method is not None or rank >= 0:
+        follow_port(os.environ)
         dist.init_process_group(
             dist_backend, init_method=init_method, timeout=timeout, rank=rank, world_size=world_size
         )

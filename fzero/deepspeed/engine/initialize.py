@@ -32,7 +32,7 @@ from fzero.deepspeed.engine.divided_params import check_not_foreign, taken_over
 from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.engine.optimizer import ConfiguredScheduler, EngineOptimizer, make_optimizer
 from fzero.deepspeed.engine.pipeline_engine import PipelineEngine, prepare
-from fzero.model.trainability import listed
+from fzero.model.origin import listed
 from fzero.model.transforms import Choice
 from fzero.pipeline.module import PipelineModule
 from fzero.pipeline.pipeline import Pipeline

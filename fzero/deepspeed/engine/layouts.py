@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fzero.comms.hangs.failures import meet
-from fzero.model.trainability import Flags, listed
+from fzero.model.origin import Flags, listed
 from fzero.plans.plan import starts_of
 from fzero.resharding.reshard import reshard
 from fzero.runtime.step_spec import StepSpec

@@ -14,12 +14,11 @@ from torch import nn
 from training import Plain, config, make
 
 import fzero
-from fzero.plans import schedule_cache
-from fzero.plans.schedule_cache import CachedScheduler, Request, ScheduleCache
 from fzero.plans.unit_orders import Event, early
 from fzero.plans.unit_rules import UnitRules
 from fzero.plans.unit_scheduler import UnitScheduler
-from fzero.runtime import sequencer
+from fzero.runtime import learned as findings, sequencer
+from fzero.runtime.learned import CachedScheduler, Request, ScheduleCache
 
 RULES = {stage: fzero.plan(make(Plain), config(stage), world_size=2).unit_rules for stage in (1, 3)}
 UNITS = list(RULES[3].units)
@@ -57,7 +56,7 @@ def test_a_cached_scheduler_answers_as_the_scheduler_does(
 ) -> None:
     rules, cache = RULES[stage], ScheduleCache()
     orders = learned(rules, first)
-    with patch.object(schedule_cache, "MOST_ANSWERS", 10 * most):
+    with patch.object(findings, "MOST_ANSWERS", 10 * most):
         for visits in [*steps, *steps]:
             scheduler = UnitScheduler(rules, is_alone=True)
             one = CachedScheduler(partial(UnitScheduler, rules, is_alone=True), cache)
