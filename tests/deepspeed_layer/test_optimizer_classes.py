@@ -12,16 +12,16 @@ from typing import Any
 import pytest
 import torch
 from engines import SAMPLES, Net, criterion, data
-from fzero.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
-from fzero.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
-from fzero.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from training import make
 
 import fzero
 from fzero.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from fzero.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from fzero.deepspeed.runtime.base_optimizer import DeepSpeedOptimizer, ZeROOptimizer
+from fzero.deepspeed.runtime.checkpoint_engine import CheckpointCommitInfo
 from fzero.deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from fzero.deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 WRAPPERS = (DeepSpeedOptimizer, ZeROOptimizer, DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
 WRAPPED = {  # stage, 16 bits: the wrappers that engine.optimizer is one of; none in stage 0 in fp32

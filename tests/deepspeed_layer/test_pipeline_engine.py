@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from fzero.deepspeed.runtime.pipe.engine import PipelineEngine, PipelineError
 from ranks import RankPool
 from torch import Tensor, nn
 
 import fzero
 import fzero.deepspeed as deepspeed
 from fzero.data import RandomLTD, fixed_linear
+from fzero.deepspeed.runtime.pipe.engine import PipelineEngine, PipelineError
 from fzero.pipeline import LayerSpec, PipelineModule
 from sharding import Mesh
 
