@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = ()) -> None:
+def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = (), but: Iterable[str] = ()) -> None:
     """Gives the class of engines every public name of a part's class.
 
     Args:
@@ -16,9 +16,11 @@ def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = ()) 
         part: the engine's attribute that holds the part.
         kind: the class of the part.
         also: names that begin with `_`, and are shown as well.
+        but: names that are not shown.
     """
-    for name in dict.fromkeys([*vars(kind), *inspect.get_annotations(kind)]):
-        if (not name.startswith("_") or name in also) and name not in vars(engine) and name != "engine":
+    public = [name for name in [*vars(kind), *inspect.get_annotations(kind)] if not name.startswith("_")]
+    for name in dict.fromkeys([*public, *also]):
+        if name not in vars(engine) and name not in but:
             setattr(engine, name, _shown(part, name, vars(kind).get(name)))
 
 
