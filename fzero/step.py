@@ -379,7 +379,7 @@ class TrainStep:
         """The same step with other learning rates and other hyper-parameters of optimizers. It takes the same states.
 
         Args:
-            rates: the learning rate of each parameter group, in place of every schedule; the same on all ranks. Group 0 holds the
+            rates: the learning rate of each parameter group, instead of every schedule; the same on all ranks. Group 0 holds the
                 parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
             optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
@@ -388,7 +388,7 @@ class TrainStep:
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
 
-        It learns its order of collectives by itself. Each rank may call it or not.
+        It learns an order of collectives of its own. Each rank may call it or not.
         """
         return _twin(self, self.runtime.observed(observe))
 
@@ -407,7 +407,7 @@ class TrainStep:
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
         eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
-        order. Without a batch it is the schedule of the largest graph that ran. Of a pipeline it is that of the stages.
+        order. Without a batch it is the schedule of the largest graph that ran. A pipeline's schedule shows its stages.
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """

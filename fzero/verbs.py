@@ -150,7 +150,7 @@ def optimizer_update(
     Args:
         transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure, such as shards.
-        state: the same structure, with the transform's state in place of each tensor.
+        state: the same structure, with the transform's state instead of each tensor.
         donate: whether the result may use the memory of the arguments, which must then not be used again; a train step donates
             its tensors. If False, the transform works on copies.
 

@@ -166,7 +166,7 @@ def _sdpa(
     biases: list[Tensor],
     scale: float,
 ) -> Tensor:
-    if not biases and causal and layout.keeps_triangle:  # of which PyTorch skips half
+    if not biases and causal and layout.keeps_triangle:  # PyTorch skips the upper half of a causal layout
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     mask: Tensor | None = None
     if causal or density(layout) < 1:

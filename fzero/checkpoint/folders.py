@@ -81,7 +81,7 @@ class StoredContents:
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """What is read of `fzero.json`, besides its format and checksum."""
+    """The fields of `fzero.json` that are read, besides its format and checksum."""
 
     files: dict[str, int]
     serial: int

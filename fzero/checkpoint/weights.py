@@ -71,7 +71,7 @@ def save_16bit_model(
     *Collective:* every rank; sends as much as `step.gather`. Rank 0 writes, and holds one unit at a time.
 
     Args:
-        state: of this step.
+        state: the state of this step.
         out: a folder, which is made.
         step: the step.
         dtype: of the parameters; None is the model's own if that has 16 bits, else bfloat16. Module buffers keep theirs.

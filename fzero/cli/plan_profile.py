@@ -162,7 +162,7 @@ def _machine(given: argparse.Namespace) -> MachineModel:
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
-        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # of all dtypes and operators
+        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # rates for every dtype and operator
     if "memory" in own:
         own |= dict.fromkeys(("pointwise", "pointwise_fp32", "update", "update_fp32"))
     return replace(machine, **own)
@@ -257,7 +257,7 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
             step = make_train_step(model, changed(keys, OF_MANY_RANKS))
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
-    except (RuntimeError, AssertionError) as error:  # of torch: no such device, no memory, a batch that does not fit
+    except (RuntimeError, AssertionError) as error:  # torch: no such device, no memory, a batch that does not fit
         raise ModelError(
             f"profile: {found.description} on {given.device!r} gave {type(error).__name__}: {error}"
         ) from error
@@ -277,7 +277,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     samples = "samples of a micro-step (default: those of the configuration, or 1)"
     parser.add_argument("--batch", type=count, metavar="B", help=samples)
     parser.add_argument("--sequence", type=count, metavar="T", help="tokens of a sample; counts activations")
-    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, in place of the two")
+    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, instead of the two")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 

@@ -67,7 +67,7 @@ class TraceEvent(NamedTuple):
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
-    name: str = ""  # of the parameter
+    name: str = ""  # the parameter's name
     most: int = 0  # the peak of activations
     now: int = 0  # activations when the event starts
     work: tuple[OperatorCost, ...] = ()
@@ -208,7 +208,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Operator
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    is_wide = made[0].dtype.itemsize > 2  # of operators that are counted; attention also reads sums in fp32
+    is_wide = made[0].dtype.itemsize > 2  # counted operators only; attention also reads sums in fp32
     kind: OperatorKind = (
         "attention" if "attention" in name else "pointwise" if any(x in name for x in _FUNCTIONS) else ""
     )
@@ -242,7 +242,7 @@ def trace_activations(
             follows the configuration.
         on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
-        changes: of transforms, whose views give modules other values than the parameters.
+        changes: the changes of transforms, whose views give modules other values than the parameters.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.

@@ -42,7 +42,7 @@ def make_runner(
     checkpoint: Sequence[str] = (),
     axes: Sequence[TracedAxis] = (),
 ) -> tuple[Runner, Graph]:
-    """What runs a step's graph, and the graph as scheduled.
+    """The function that runs a step's graph, and the graph as scheduled.
 
     Inductor runs the same passes on its own form of the graph, so that a wait may come a few nodes earlier or later there.
 

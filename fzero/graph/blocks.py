@@ -47,8 +47,8 @@ class _CompiledBlocks:
     """The compiled forward of some modules.
 
     Args:
-        names: of the modules in the model.
-        backend: of torch.compile.
+        names: the names of the modules in the model.
+        backend: the backend of torch.compile.
     """
 
     def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:

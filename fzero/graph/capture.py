@@ -85,7 +85,7 @@ class ArgumentKind(NamedTuple):
 
 
 def _kind_of(leaf: Any) -> Any:
-    """The property of a leaf that is compared. Of a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
+    """The compared property of a leaf. For a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
     if isinstance(leaf, Tensor):
         return TensorKind.of(leaf)
     if isinstance(leaf, float):
@@ -108,7 +108,7 @@ class Compiled:
     """A traced function, and what runs its graph.
 
     Attributes:
-        kind: of the arguments that differ from call to call.
+        kind: the kind of the arguments that differ from call to call.
         graph: the graph as scheduled.
         sent: the collectives of one run.
     """

@@ -63,7 +63,8 @@ class ModelInGraph:
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
             loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
-        self._functions: list[FunctionType] = []  # of the model, whose tensors have another class under torch.vmap
+        # Functions of the model, whose tensors have another class under torch.vmap.
+        self._functions: list[FunctionType] = []
         if isinstance(ranks, Stacked):
             with Guard.recording(spec.model, () if spec.loss_fn is None else (spec.loss_fn,)) as guard:
                 self._functions = guard.functions
@@ -242,7 +243,7 @@ class ModelInGraph:
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
     ) -> AbstractContextManager[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
-        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
+        if isinstance(self._ranks, Stacked):  # stacked tensors hold all ranks, but the model's code expects one
             return nullcontext()
         return self._bound(tensors, buffers, n, numbers[2])
 

@@ -52,8 +52,8 @@ class StepFunctions:
 
     Args:
         run: the parts of the step on this rank.
-        transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
-            mesh, `start`, `skip`, `factor` and `out`.
+        transforms: a function called in each update. Its result gives the transform of a flat buffer from
+            element `start` on, given the mesh, `start`, `skip`, `factor` and `out`.
         stacked: the ranks, where the functions run all of them.
     """
 

@@ -72,7 +72,7 @@ class Traced:
         paths: per tensor of the arguments, its place in their tree.
         attributes: the attributes that the graph reads.
         constants: further tensors that it reads.
-        treespec: of the function's result.
+        treespec: the tree of the function's result.
         others: the result's leaves; None where the graph returns a tensor.
         kept: the attributes that become further results of the graph.
         replaced: the attributes that get other values, which are no tensors.
@@ -219,7 +219,7 @@ class _Tracing:
 
 
 class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
-    """Puts a tensor without memory in place of each real one that the function holds, which it must neither read nor write.
+    """Replaces each real tensor that the function holds by one without memory, which it must neither read nor write.
 
     Attributes:
         held: the real tensors by identity, each with its stand-in.

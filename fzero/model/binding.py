@@ -72,7 +72,7 @@ class Binding:
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
         self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
-        self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+        self._names_of: dict[int, str] = {}  # keyed by id() of the module's own parameter
 
     def hold(self, found: Sequence[Held]) -> None:
         """Adds tensors that the model keeps from a forward."""

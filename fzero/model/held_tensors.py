@@ -30,7 +30,7 @@ class Held:
     Attributes:
         tensor: a reference to it.
         owner: the parameter or buffer.
-        name: of the owner.
+        name: the name of the owner.
         is_buffer: whether the owner is a buffer.
         size, stride, offset: its elements, counted from the owner's first one; None if they are all elements of the owner.
         is_attached: whether its gradient is passed on to the owner.

@@ -106,7 +106,7 @@ class Origin:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._is_open, self._has_begun, self._has_warned = model, True, False, False
         self._marks: list[tuple[int, int]] | None = None  # None reads the values at the next check
-        self._bits: dict[str, Tensor] = {}  # of the values from which the state was made
+        self._bits: dict[str, Tensor] = {}  # checksums of the values from which the state was made
         now = dict(state_tensors(model))
         self._kinds, self._ties = {name: shape_and_dtype(x) for name, x in now.items()}, _ties(now)
         self._remember(now)

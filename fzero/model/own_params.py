@@ -95,7 +95,7 @@ class StandIn(nn.Parameter):
 
 
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with the state's tensors in place of the parameters of a bound module."""
+    """Calls `func` with the state's tensors instead of the parameters of a bound module."""
     # While torch.compile traces, it inspects parameters. This is not part of the model's computation.
     if torch._guards.TracingContext.try_get() is None and getattr(func, "__name__", "") != "__hash__":
         args, values = optree.tree_map(_present, (tuple(args), tuple(kwargs.values())))  # no dict: 2.11 cannot trace it
@@ -267,7 +267,8 @@ class FetchedParameters(dict[str, Any]):
         super().__delitem__(key)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
-        return {key: copy.deepcopy(self[key], memo) for key in self}  # of a module that the model copies in its forward
+        # For a module that the model copies in its forward.
+        return {key: copy.deepcopy(self[key], memo) for key in self}
 
     def get(self, key: str, default: Any = None) -> Any:
         return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself

@@ -42,7 +42,7 @@ Leaf = TypeVar("Leaf")
 
 
 class Transform(NamedTuple):
-    """The triple (init, update, specs), with an `update_skip_if` for kernels that can skip by themselves.
+    """The triple (init, update, specs), with an `update_skip_if` for kernels that can skip an update.
 
     A kernel that updates several buffers in one call adds the pair `fused`. Its second item is the function of lists, which
     writes in place and returns the states. Its first item is the `update` that it equals: if `update` is replaced by another
@@ -327,8 +327,8 @@ def _most(tile: int, param: Tensor) -> int:
 
 
 def _tiles(x: Tensor, size: int, num_tiles: int, *, is_long: bool = True) -> Sequence[Tensor]:
-    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph. If it is not
-    long (of the parameter's shape), all tiles but the last get copies: a counter advances once."""
+    """The tiles of a tensor. A single one is the tensor itself, for writes into a view would be copies in a graph. A tensor
+    that is not long, such as a counter, is copied for all tiles but the last, so that it advances once."""
     if num_tiles == 1:
         return (x,)
     return torch.split(x, size) if is_long else (*(x.clone() for _ in range(num_tiles - 1)), x)

@@ -56,9 +56,9 @@ class PipelineProgram:
     Attributes:
         model: this stage's layers.
         bounds: the bounds of all chunks.
-        order: of all stages.
+        order: the order of all stages.
         evaluation: the order of so many micro-batches without gradients.
-        loss_fn: of the last layer's output and the labels; None where the output is the loss.
+        loss_fn: the function of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
         last_loss: the result of `loss_fn` for the micro-batch that ran last, without its graph; empty where none has run here.
@@ -171,7 +171,7 @@ def message_of(order: PipeOrder, event: PipeEvent) -> Message:
 @lru_cache
 def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
     """The messages that a stage will receive, in order."""
-    num_received = dict[Message, int]()  # by what a peer sends, its receives from this stage so far
+    num_received = dict[Message, int]()  # per message of a peer: its receives from this stage before it
     for peer, events in enumerate(order.events):
         count = 0
         for event in events if peer != stage else ():

@@ -49,11 +49,11 @@ class PipelineModule(nn.Module):
     Args:
         layers: `LayerSpec`, `TiedLayerSpec`, modules or callables; also an `nn.Sequential`.
         num_stages: p; it divides the ranks of the job.
-        topology: in place of `num_stages`, the axes of all ranks.
+        topology: instead of `num_stages`, the axes of all ranks.
         loss_fn: `loss_fn(outputs, labels)` is the loss of a micro-batch, on the last stage.
         seed_layers: DeepSpeed's. fzero always builds layer i under the seed `base_seed + i`, so it has no effect.
         seed_fn: is called with a layer's seed before it is built.
-        base_seed: of layer 0.
+        base_seed: the seed of layer 0.
         partition_method: "parameters" (those that train; "parameters:all" counts frozen ones too), "uniform", "type:REGEX" (of
             class names), the bounds by hand (`[0, 5, 10]`), or one `LayerCost` for each layer.
         activation_checkpoint_interval: so many layers are recomputed together in the backward; 0 stores all activations.

@@ -52,7 +52,7 @@ class GradHome:
     Attributes:
         fills: the memory in which the full gradient is collected: its `home`; a `copy` of the home on the device, which is
             written back; or `scratch` memory.
-        dtype: of this memory.
+        dtype: the dtype of this memory.
         adds_to_sum: whether this memory holds the sum of earlier micro-steps, to which the gradient is added.
         reduces: whether the gradient is reduced now; if not, the last micro-step reduces the sum.
         adds_held: whether the home's shard is added to the reduced one before their sum over the replicate axes.

@@ -52,7 +52,7 @@ class FlatParamPlan:
     rule: str = ""
     """The optimizer's update rule for it (Muon has one for matrices, one for the rest); see `OptimizerBlock.kind_of`."""
     elementwise: bool = True
-    """Whether the optimizer treats each element by itself."""
+    """Whether the optimizer treats each element separately."""
     start: int = 0
     """The update in which the optimizer state began; parameters that differ in it have different buffers."""
     placement: Placement = DEVICE

@@ -61,11 +61,11 @@ class Plan:
         buffers: the specs of the module's own buffers, by name.
         prefetch: the largest number of elements that a compiled step gathers before their use. Compiled and eager steps gather at
             least the next unit early, unless it is 0; None is one unit.
-        max_live: the largest number of gathered elements that are live after a prefetch; one unit always is.
+        max_live: the largest number of gathered elements that are live after a prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches in one step.
         max_reducing: see `UnitRules`.
-        max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); for None the compiled
-            step chooses.
+        max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); with None the
+            compiled step chooses them.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.

@@ -69,7 +69,7 @@ class ForwardBackward:
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         norms: measures the results of reductions.
-        seen: the values that modules get in place of some parameters.
+        seen: the values that modules get instead of some parameters.
 
     Attributes:
         forwards, given: the forwards so far, and the parameters that the model got.
@@ -102,7 +102,7 @@ class ForwardBackward:
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes, self.runs_again = 0, False  # the dispatch modes that the caller has active around a half
-        self._present: Visit | None = None  # of the unit that the model visits now
+        self._present: Visit | None = None  # the visit that runs now, or None
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
 

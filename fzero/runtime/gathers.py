@@ -47,7 +47,7 @@ class Lingering(NamedTuple):
     """A gathered buffer of which the model still holds a view when its unit is released. It keeps no memory.
 
     Attributes:
-        key: of the flat buffer.
+        key: the key of the flat buffer.
         counter: a tensor without memory that shares the buffer's version counter.
         version: when the unit was released.
         memory: a weak reference to the buffer's memory.
@@ -195,7 +195,7 @@ class Gathers:
         """The gradients of parameters and of those that their views train, in parts, each with the masks of some.
 
         Args:
-            grads: of what modules saw, by parameter; is changed.
+            grads: the gradients of what modules saw, by parameter; is changed.
             need: gathers a unit again.
         """
 

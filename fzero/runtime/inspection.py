@@ -41,7 +41,7 @@ def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
 
 
 def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
-    """See `TrainStep.inspect`; `kind` is its `run`."""
+    """See `TrainStep.inspect`, whose argument `run` is `kind` here."""
     check_callable("inspect", function, "a function without arguments that calls the model")
     _check_read(run, state)
     if run.plan.row.shards("params"):

@@ -73,7 +73,7 @@ class HyperCheck:
     def checksum(
         self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
     ) -> int:
-        """A checksum of the numbers that this rank computes by itself.
+        """A checksum of the numbers that this rank computes on its own.
 
         These are the hyper-parameters of the next update, if the host knows the number of updates so far. If the checksum before
         the last update did not include that update's hyper-parameters, they are added.
@@ -140,12 +140,12 @@ class CachedScheduler:
 
     Args:
         make: makes a new scheduler for the same rules.
-        cache: of the plan.
+        cache: the cache of the plan.
     """
 
     def __init__(self, make: Callable[[], UnitScheduler], cache: ScheduleCache) -> None:
         self._make, self._cache = make, cache
-        self._node: _Answer | None = cache.root  # of the last request; None where no answer is kept any more
+        self._node: _Answer | None = cache.root  # the node of the last request; None once no answer is kept
         self._scheduler: UnitScheduler | None = None
 
     @property
@@ -191,7 +191,7 @@ class Learned:
     """The findings of a step so far, on one rank.
 
     Attributes:
-        orders: of collectives, by run; None where every step negotiates them.
+        orders: the orders of collectives, by run; None where every step negotiates them.
         schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.
@@ -250,7 +250,7 @@ class Learned:
 def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
     """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
 
-    Views of the state's own flat buffers, `params`, follow it by themselves.
+    Views of the state's own flat buffers, `params`, follow it automatically.
     """
     learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}

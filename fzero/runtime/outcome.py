@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import tempfile
@@ -147,7 +148,7 @@ def explain(error: BaseException, plan: Plan) -> None:
 
 
 NO_HOST_MEMORY = ("can't allocate memory", "not enough memory")
-"""Of the messages of torch's allocator of host memory, whose error has no class of its own."""
+"""Parts of the messages of torch's allocator of host memory, which raises a plain RuntimeError."""
 
 
 def _note(plan: Plan, measured: str) -> str:
@@ -155,7 +156,8 @@ def _note(plan: Plan, measured: str) -> str:
     gathered = plan.unit_rules.most_gathered()
     return (
         f"fzero: planned, without activations: {state}, and at most {gathered:,} gathered elements at a time. {measured} For "
-        f"less: smaller micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings"
+        f"less: smaller micro-batches, checkpoint=1, a higher stage, or offload_optimizer; `fzero plan` compares settings, and "
+        f"counts activations with --batch and --sequence or --sample"
     )
 
 
@@ -168,7 +170,32 @@ def _on_host() -> str:
     limit, free = getrlimit(RLIMIT_AS)[0], available_memory()
     limited = "" if limit == RLIM_INFINITY else f", of an address space limited to {limit / GIB:.3f} GiB (ulimit -v)"
     peak = process_memory("VmHWM") / GIB
-    return f"Measured: {peak:.3f} GiB resident at this process's peak{limited}; {free / GIB:.3f} GiB are free on the machine."
+    return (
+        f"Measured: {peak:.3f} GiB resident at this process's peak{limited}; {free / GIB:.3f} GiB are free on the machine. "
+        f"{_tensors_of_python()}"
+    )
+
+
+def _tensors_of_python(num_shown: int = 5) -> str:
+    """The bytes of the tensors in host memory that Python objects hold, and the largest of them, by storage.
+
+    PyTorch keeps no list of its allocations in host memory. Tensors that only autograd holds are not found.
+    """
+    found: dict[int, tuple[int, str]] = {}
+    try:
+        for x in gc.get_objects():
+            if type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and x.layout == torch.strided:
+                storage = x.untyped_storage()
+                if storage.nbytes() > found.get(storage.data_ptr(), (-1, ""))[0]:
+                    text = (
+                        f"{storage.nbytes():,} bytes of a {str(x.dtype).removeprefix('torch.')} tensor {tuple(x.shape)}"
+                    )
+                    found[storage.data_ptr()] = storage.nbytes(), text
+    except Exception as error:  # the first error counts
+        return f"Tensors were not listed: {error}."
+    largest = "; ".join(text for _, text in sorted(found.values(), reverse=True)[:num_shown])
+    total = sum(nbytes for nbytes, _ in found.values())
+    return f"Tensors that Python holds: {total / GIB:.3f} GiB, without those that only autograd holds; the largest: {largest}."
 
 
 def _snapshot() -> str:

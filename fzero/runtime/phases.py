@@ -318,7 +318,7 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
-    if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
+    if rng is None and run.device.type == "cpu":  # each rank calls the update for itself
         check_updating(run.mesh.world)
     if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
         check_used(run, work.forwards.used | work.forwards.still)

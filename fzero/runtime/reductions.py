@@ -81,9 +81,9 @@ class Reductions:
         self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_last, self.only_adds = False, False
         self.begun: set[str] = set()
-        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
+        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # per unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._parts: dict[str, Tensor] = {}  # of the state's own gradients, which are cut once
+        self._parts: dict[str, Tensor] = {}  # shards of the state's own gradients, which are cut once
         self._trained = [b for b in plan.flat_buffers if b.trainable]
         self._holds: dict[str, Holds] = {b.key: "nothing" for b in self._trained}
         self._gathers = any(unit.gathered_numel for unit in plan.units)

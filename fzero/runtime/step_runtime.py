@@ -161,7 +161,7 @@ class StepRuntime:
         return replace(run, runs=self.runs.following(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same parts, whose collectives are also reported to `observe`; it learns its order of collectives by itself."""
+        """The same parts, whose collectives are also reported to `observe`; it learns an order of collectives of its own."""
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         mesh = self.mesh.observed(observe)
         return replace(

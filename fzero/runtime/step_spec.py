@@ -76,7 +76,7 @@ class StepSpec(PlanSpec):
     """Whether the step may write into the state that it gets; using that state again raises. False works on a copy; state in
     files cannot be copied."""
     lr_schedule: Schedule | None = None
-    """The learning rate as a function of the number of updates so far, in place of the configuration's. It must return the same
+    """The learning rate as a function of the number of updates so far, instead of the configuration's. It must return the same
     number on all ranks, which is checked. (It may depend on metrics, which are the same on all ranks, but not on a rank's own
     loss.)"""
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -217,7 +217,7 @@ class StepSpec(PlanSpec):
 
     @cached_property
     def changes(self) -> AllChanges:
-        """What the transforms change in the model; the first use adds their tensors to its modules."""
+        """The changes of the transforms to the model; the first use adds their tensors to its modules."""
         return changes_of(self)
 
     @cached_property

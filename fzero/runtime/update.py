@@ -44,7 +44,7 @@ MOST_TOGETHER = 1 << 24
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank computes by itself. They must be the same on all ranks.
+    """The numbers of one update that every rank computes on its own. They must be the same on all ranks.
 
     A graph reads them from tensors (`Updater.traced`), so that a change causes no new capture.
     """

@@ -41,7 +41,7 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        forward: of which it is a part, or a part that runs again.
+        forward: the forward that it is a part of, or whose part runs again.
         is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
     """
 
@@ -208,9 +208,10 @@ class _Given(NamedTuple):
 
     @property
     def error(self) -> ValueError | None:
-        """What the forward has done to the tensor that a parameter does not allow."""
+        """The error for a change that a parameter does not allow, or None."""
         marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
-        if self.leaf.retains_grad and self.leaf.grad is not None:  # by torch.autograd.backward(..., inputs=parameters)
+        # torch.autograd.backward(..., inputs=parameters) sets such a gradient.
+        if self.leaf.retains_grad and self.leaf.grad is not None:
             raise RuntimeError(INSIDE)
         if is_kept and not marks and not self.leaf._backward_hooks:
             return None
@@ -270,7 +271,7 @@ class GivenParams:
         self.is_shared, self._kept = shares, {}
 
     def name(self, error: RuntimeError) -> None:
-        """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
+        """Raises an error that names the parameter and the fix, instead of one of PyTorch about a parameter."""
         raise_named(error, self.was_changed)
 
     def visit(
@@ -288,7 +289,7 @@ class GivenParams:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
-            seen: the values that modules get in place of some parameters.
+            seen: the values that modules get instead of some parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):

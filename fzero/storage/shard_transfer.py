@@ -30,7 +30,7 @@ AnyLeaf = TypeVar("AnyLeaf", Tensor, "StoredTensor")
 class BufferPool:
     """Flat buffers for gathered parameters, unreduced gradients and shards in transfer, reused by size and dtype.
 
-    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory by itself.
+    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory anyway.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class ShardTransfer(Protocol):
     """The shards of a forward-backward.
 
     Attributes:
-        device: of the forward-backward.
+        device: the device of the forward-backward.
         scratch: the pool of its buffers.
     """
 

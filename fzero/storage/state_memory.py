@@ -162,7 +162,7 @@ class StateMemory(Protocol):
     """Creates, updates, moves and checks the flat buffers of a plan, whose model is on `device`.
 
     Attributes:
-        device: of the model.
+        device: the device of the model.
         has_files: whether any tensor lives in a file.
         passes_use_files: whether a forward or backward reads or writes files.
     """

@@ -149,7 +149,7 @@ class Accessors:
 
         Args:
             destination: a dict to which the weights are added.
-            prefix: of their names.
+            prefix: the prefix of their names.
             keep_vars: must be False, because the weights are copies.
             exclude_frozen_parameters: whether to omit frozen parameters.
         """

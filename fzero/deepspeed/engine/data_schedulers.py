@@ -107,7 +107,7 @@ class RandomLTDScheduler:
         config: the block `random_ltd`, with `global_batch_size`.
 
     Attributes:
-        model_layer_num, random_ltd_layer_num: of all layers, and of those that drop tokens.
+        model_layer_num, random_ltd_layer_num: the numbers of all layers, and of those that drop tokens.
         state: DeepSpeed's dict: `current_value` is the number of kept tokens, `consumed_layer_tokens` the layer tokens of the
             steps up to `current_steps`.
     """

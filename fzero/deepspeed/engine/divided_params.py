@@ -48,7 +48,7 @@ class Rules(NamedTuple):
     Attributes:
         axis: the ranks.
         device: where full values are made, and shards stay unless `keep` moves them.
-        dtype: of floating parameters; None keeps theirs.
+        dtype: the dtype of floating parameters; None keeps theirs.
         keep: moves a shard to where it stays.
     """
 

@@ -204,7 +204,7 @@ class Engine(HoldsModule, nn.Module):
         """
         step, window = self.active_step(), self.open_window
         assert window is not None
-        self.grads.take()  # what the script has set to None is zero now
+        self.grads.take()  # gradients that the script has set to None are zero now
         self.grads_are_reduced = self.accumulation.is_syncing and self.accumulation.ends
         if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()

@@ -62,7 +62,7 @@ class Tools:
         Args:
             dataset: with a length and indices, or one that iterates and gives each rank its own samples.
             batch_size: samples per rank; None is `train_micro_batch_size_per_gpu()`.
-            data_sampler: of indices; replaces the one that divides the dataset among the ranks.
+            data_sampler: the sampler of indices; replaces the one that divides the dataset among the ranks.
             num_local_io_workers: worker processes; None is none.
         """
         size = self.engine.train_micro_batch_size_per_gpu() if batch_size is None else batch_size

@@ -83,7 +83,7 @@ def initialize(
         distributed_port: the port of rank 0, if the launcher does not set one.
         mpu: must have no model parallelism.
         dist_init_required: False raises where the process group is not initialised yet.
-        collate_fn: of the loader.
+        collate_fn: the collate function of the loader.
         config, config_params: a mapping in DeepSpeed's schema, the path of a file, a base64 string, or a `Config`.
         mesh_param: must be (ranks, 1).
         units, schedule, checkpoint, seed: as for `make_train_step`; fzero's own.
@@ -178,7 +178,7 @@ def _step(model: nn.Module, cfg: Config, groups: Groups, *, checkpoint: Choice |
 
 
 def _compression(cfg: Config, model: nn.Module) -> CompressionPlan | None:
-    """The plan of a model after `init_compression`. Warns where the configuration asks for compression and no script does."""
+    """The plan of a model after `init_compression`. Warns if only the configuration asks for compression."""
     plan = plan_of(model)
     if plan is None and cfg.compresses:
         warnings.warn(
@@ -255,7 +255,7 @@ def _loader(
             num_workers=sampling.num_workers, pin_memory=sampling.pin_memory and step.device.type == "cuda", **how,
         )  # fmt: skip
     drop_last, pin_memory = bool(keys.dataloader_drop_last), step.device.type == "cuda"
-    in_order = isinstance(step.spec.model, PipelineModule)  # as DeepSpeed, whose stages would else need one order
+    in_order = isinstance(step.spec.model, PipelineModule)  # as in DeepSpeed; otherwise all stages would need one order
     return ResumableLoader(data, drop_last=drop_last, shuffle=not in_order, pin_memory=pin_memory, **how)
 
 

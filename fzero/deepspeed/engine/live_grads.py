@@ -32,7 +32,7 @@ class LiveGrads:
         self._live = live
         self.given: dict[str, Tensor] = {}
         self.edits = ReplicaEdits()
-        self._versions: dict[str, int] = {}  # by name, where ranks hold copies
+        self._versions: dict[str, int] = {}  # by name, if ranks hold copies
 
     def show(self, step: TrainStep, window: AccumulationWindow, *, are_reduced: bool) -> None:
         """Shows the gradients of a window, where this rank holds them in full.

@@ -123,7 +123,7 @@ class OptimizerState(MutableMapping[Tensor, ParamState]):
         self.restart([self._name(param)])
 
     def pop(self, param: Tensor, *default: Any) -> Any:
-        """Removes a parameter's entry, which begins anew; returns copies of its tensors."""
+        """Returns copies of a parameter's tensors, and resets its entry to that of a new optimizer."""
         if param not in self:
             if default:
                 return default[0]

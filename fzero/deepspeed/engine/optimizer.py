@@ -129,7 +129,7 @@ class EngineOptimizer(torch.optim.Optimizer):
     def stepping(self) -> Iterator[None]:
         """Inside, the engine updates: the hooks that a script has registered for `step` run before it, and after it.
 
-        Those before it see gradients where parameters show them. The others do not run after an overflow.
+        Hooks before it see the gradients that parameters show. Hooks after it do not run after an overflow.
         """
         hooked = self if self.client is None else self.client
         for before in (*_global_optimizer_pre_hooks.values(), *hooked._optimizer_step_pre_hooks.values()):

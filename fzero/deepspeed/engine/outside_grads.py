@@ -38,7 +38,7 @@ class OutsideGrads:
         self._live, self._takes = live, WeakMethod(takes)
         self._nodes: dict[str, Any] = {}
         self._hooks: dict[str, Any] = {}
-        self._missing = Counter[str]()  # by unit, the gradients that the present backward will bring
+        self._missing = Counter[str]()  # per unit: gradients that the present backward will bring
 
     def watch(self) -> None:
         """Watches all parameters that this rank holds in full and that require gradients."""

@@ -1,4 +1,4 @@
-"""The attributes of parameters that DeepSpeed's stage 3 sets, and by which scripts ask what a rank holds."""
+"""The attributes that DeepSpeed's stage 3 sets on parameters. Scripts read them to learn what a rank holds."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ class StepLog:
     """The parts of a step, on rank 0 (`is_on`), from its first forward to its update.
 
     Attributes:
-        profile: of the profiled step, once it is over.
+        profile: the report of the profiled step, once it is over.
     """
 
     def __init__(

@@ -66,7 +66,7 @@ class Flats(NamedTuple):
         step: the number of a group's updates; None if unknown.
         settings: the optimizer's groups without their parameters; `scaler`: the loss scaler's attributes, if any.
         where: the file of the flat tensors of a rank and group.
-        stage: of the saving job; 0 also for a universal checkpoint.
+        stage: the stage of the saving job; 0 also for a universal checkpoint.
     """
 
     shapes: Shapes
@@ -187,7 +187,7 @@ def of_ranks(found: Mapping[int, Path], model: Mapping[str, Any], path: Path) ->
 
     def step(group: Group) -> float | None:
         own = first.states[int(group)].get("step", first.step) if has_state else None
-        if own is None:  # of a group of the optimizer, which in ZeRO 3 may be several groups here
+        if own is None:  # one group of the optimizer in ZeRO 3 may be several groups here
             own = next((s["step"] for s in first.settings if group in s["params"] and "step" in s), None)
         return None if own is None else float(own)
 

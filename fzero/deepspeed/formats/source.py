@@ -241,7 +241,7 @@ class DeepSpeedFiles:
             yield start, there.reshape(-1)[start:stop]
         elif alone.exists():
             yield start, tensor_in(alone).reshape(-1)[start:stop]
-        elif start == stop:  # its dtype is asked for
+        elif start == stop:  # an empty range: only the dtype is asked for
             yield start, self._fragment(0, name)[:0]
         else:
             for first, rank, offset, count in FlatPosition(0, 0, 0, -(-numel // self.world_size)).spans(start, stop):

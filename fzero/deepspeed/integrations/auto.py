@@ -40,7 +40,7 @@ def resolved(source: Mapping[str, Any], args: Any, model: Any, num_updates: int)
         source: in DeepSpeed's schema.
         args: a `TrainingArguments`.
         model: its `config` has the hidden size.
-        num_updates: of the full training.
+        num_updates: the number of updates of the full training.
 
     Raises:
         ConfigError: one line per value that differs from the argument.

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
         f"fzero.integrations.transformers: needs transformers and accelerate, and {error.name} is not installed; pip install "
         f"'fzero[trainer]'",
         name=error.name,
-    ) from error
+    ) from None
 
 from transformers.trainer import TRAINER_STATE_NAME
 

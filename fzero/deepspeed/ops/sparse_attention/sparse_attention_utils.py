@@ -114,7 +114,7 @@ def replace_self_attention_layer_with_sparse_self_attention_layer(
     """The layers themselves, with sparse attention that has their queries, keys and values."""
     for index, layer in enumerate(layers):
         old = layer.attention.self
-        with torch.device("meta"):  # its parameters are the old ones
+        with torch.device("meta"):  # no new memory: it gets the old module's parameters
             made = LayerSelfAttention(
                 config, sparsity_config, max_seq_length=max_position, layer=index, backend=backend, key_padding_mask_mode="mul"
             )  # fmt: skip

@@ -113,7 +113,7 @@ class SparseSelfAttention(nn.Module):
 
 
 def take_master_layout(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Takes the layout from a state dict of DeepSpeed's, where it is a tensor; one of fzero's has none."""
+    """Takes the layout from a state dict of DeepSpeed, which stores it as a tensor; fzero stores none."""
     blocks = state.pop(f"{prefix}master_layout", None)
     if blocks is not None:
         assert isinstance(module, SparseSelfAttention)
