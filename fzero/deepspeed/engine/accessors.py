@@ -1,9 +1,8 @@
-"""`Accessors`: an engine's batch sizes, counters, learning rates, weights and log output."""
+"""`Accessors`: an engine's counters, learning rates, weights and log output."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any, Self
 
@@ -11,14 +10,13 @@ import torch
 from rich.console import RenderableType
 from torch import Tensor
 
-from fzero.common.arguments import check_whole, refuse
+from fzero.common.arguments import refuse
 from fzero.common.random_states import random_states, set_random_states
 from fzero.common.text_tables import as_text
 from fzero.comms.rendezvous import launched
-from fzero.config.config import ConfigError
-from fzero.deepspeed.engine.call_errors import CallError
+from fzero.config.config import Config
 from fzero.deepspeed.engine.client_optimizers import lr_of
-from fzero.deepspeed.engine.settings import Settings
+from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
 from fzero.profiling.reports import Profile
 from fzero.profiling.writers import Writer
@@ -51,10 +49,14 @@ class LossScaleNumber(float):
         return self._configured
 
 
-class Accessors(Settings):
+class Accessors:
     """The part of `Engine` that computes nothing."""
 
     active_step: Callable[[], TrainStep]
+    train_step: TrainStep
+    keys: EngineKeys
+    config: dict[str, Any]
+    """The configuration as the script gave it."""
     state: TrainState[Tensor]
     live_optimizer: EngineOptimizer | None
     lr_scheduler: Any
@@ -64,107 +66,14 @@ class Accessors(Settings):
     global_steps: int
     global_samples: int
     skipped_steps: int
-    _gas: int
-    counted_from: int
-    """The micro-step at which the first accumulation of `_gas` began."""
-    _micro_batch: int | None
-    _boundary: bool | None
     _is_applied: bool
-    _is_syncing: bool
     _monitors: list[Writer]
     _watch: StepLog
     comms_log: CommsLog | None
 
-    # --- batch sizes ---------------------------------------------------------------------------------------------
-
-    def gradient_accumulation_steps(self) -> int:
-        return self._gas
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        if self._micro_batch is None:
-            raise ConfigError(
-                "train_micro_batch_size_per_gpu: is not configured, nor is train_batch_size; give one of them"
-            )
-        return self._micro_batch
-
-    def train_batch_size(self) -> int:
-        """Samples per update, all ranks together."""
-        return self.train_micro_batch_size_per_gpu() * self._gas * self.train_step.data_world_size
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Sets the number of accumulation steps from here on; allowed only between accumulations."""
-        check_whole("train_batch_size", train_batch_size, 1)
-        one = self.train_micro_batch_size_per_gpu() * self.train_step.data_world_size
-        if train_batch_size % one or train_batch_size < one:
-            raise ConfigError(
-                f"train_batch_size: must be a multiple of {one} (train_micro_batch_size_per_gpu × ranks), got {train_batch_size}"
-            )
-        if self._num_collected and self._boundary is None:
-            raise RuntimeError(
-                f"engine.set_train_batch_size: must be called between an update and the next micro-step, got a call after "
-                f"{self._num_collected} of {self._gas} micro-steps; call it after an update"
-            )
-        self._gas, self.counted_from = train_batch_size // one, self.micro_steps
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Sets the number of samples per rank and micro-step; the number of accumulation steps is unchanged."""
-        check_whole("train_micro_batch_size_per_gpu", micro_batch_size, 1)
-        self._micro_batch = micro_batch_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """(Samples per update over all ranks, samples per rank and micro-step, micro-steps per update)."""
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the next `step` updates. Without `managed_gradient_accumulation` every one does, and this is False."""
-        if self._is_unmanaged:
-            return False
-        return self._num_collected + 1 == self._gas if self._boundary is None else self._boundary
-
     @property
-    def _is_unmanaged(self) -> bool:
-        """Whether the script decides when an accumulation ends, by calling `step`."""
-        return not self.managed_gradient_accumulation()
-
-    @property
-    def _num_collected(self) -> int:
-        """The number of micro-steps since the accumulation began."""
-        return (self.micro_steps - self.counted_from) % self._gas
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
-        """Sets whether the next `step` updates, until None returns to counting micro-steps; call it before the backward."""
-        if self._is_unmanaged:
-            raise RuntimeError(
-                "engine.set_gradient_accumulation_boundary: needs managed_gradient_accumulation, which is false, so that every "
-                "engine.step() updates; leave one of them out"
-            )
-        self._boundary = None if is_boundary is None else bool(is_boundary)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Inside, gradients are collected but not reduced, in stages 0 and 1; the backward after it reduces them all."""
-        if self.train_step.plan.row.shards("grads"):
-            raise CallError(
-                f"engine.no_sync: must be used in stage 0 or 1, got stage {self.train_step.plan.stage}, which keeps no full "
-                f"gradients; leave it out"
-            )
-        if not self._is_syncing:
-            raise CallError("engine.no_sync: must not be nested; leave the inner one out")
-        self._is_syncing = False
-        try:
-            yield
-        finally:
-            self._is_syncing = True
-
-    def _samples(self, num_backwards: int = 0) -> int:
-        """Samples of one update; 0 where no batch size is configured.
-
-        Args:
-            num_backwards: how many there were, which are counted where the script decides when an accumulation ends.
-        """
-        if self._micro_batch is None:
-            return 0
-        return self.train_batch_size() // self._gas * num_backwards if self._is_unmanaged else self.train_batch_size()
+    def cfg(self) -> Config:
+        return self.train_step.spec.cfg
 
     # --- device and rank -----------------------------------------------------------------------------------------
 

@@ -145,7 +145,7 @@ class EngineFiles:
         if not load_module_only:
             for name in COUNTERS:
                 setattr(self.engine, name, progress["counters"].get(name, 0))
-            self.engine.counted_from = self.engine.micro_steps
+            self.engine.accumulation.counted_from = self.engine.micro_steps
             self.engine.resume_data()
             if self.engine.training_dataloader is not None and progress["data"] is not None:
                 self.engine.training_dataloader.load_state_dict(progress["data"])

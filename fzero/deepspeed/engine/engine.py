@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.data.loader import CurriculumLoader
+from fzero.deepspeed.engine.accumulation import Accumulation
 from fzero.deepspeed.engine.call_errors import NO_FORWARD, CallError, check_loss
 from fzero.deepspeed.engine.checkpoints import EngineFiles
 from fzero.deepspeed.engine.client_optimizers import changed, lr_of
@@ -42,6 +43,7 @@ from fzero.deepspeed.engine.monitor import check_packages, monitors
 from fzero.deepspeed.engine.optimizer import EngineOptimizer
 from fzero.deepspeed.engine.param_status import available
 from fzero.deepspeed.engine.param_views import ENGINES
+from fzero.deepspeed.engine.settings import DEEPSPEEDS_OWN, Settings
 from fzero.deepspeed.engine.step_log import CommsLog, StepLog
 from fzero.model.errors import not_trained
 from fzero.profiling.profiler import dtype_of
@@ -88,14 +90,13 @@ class Engine(HoldsModule, nn.Module):
         nn.Module.__init__(self)
         self.train_step, self.state, self.keys, self.live_optimizer = train_step, state, keys, optimizer
         self.training_dataloader, self.lr_scheduler = training_dataloader, None
-        self.config = dict(config or {})
+        self.config, self.engine_settings = dict(config or {}), Settings(self)
         self.metrics: Metrics | None = None
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
-        self._micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
+        micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
+        self.accumulation = Accumulation(self, steps=train_step.plan.num_micro_steps, micro_batch=micro_batch)
         self.open_window: AccumulationWindow | None = None
-        self._boundary: bool | None = None
-        self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
+        self._has_lost = self.grads_are_reduced = self._is_applied = False
         self._lacks_loss = self._has_warned = self._runs_parts = False
         self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
         self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
@@ -108,7 +109,7 @@ class Engine(HoldsModule, nn.Module):
         if keys.comms_logger.enabled:
             self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
             self.train_step = train_step.observed(self.comms_log)
-        self.engine_tools = Tools(self, writers=self._monitors, batch_size=self._samples())
+        self.engine_tools = Tools(self, writers=self._monitors, batch_size=self.accumulation.samples())
         self.data_schedules = DataSchedules(self)
         self._hold(model, held)
         self.engine_generator, self.engine_files = Generator(self), EngineFiles(self)
@@ -142,7 +143,7 @@ class Engine(HoldsModule, nn.Module):
             scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
         """
         self._direct.settle()
-        parts = self._gas if scale_wrt_gas else 1
+        parts = self.accumulation.steps if scale_wrt_gas else 1
         self._check_loss("backward", loss)
         window = self._window_for("backward", loss)
         step, passing = self.active_step(), self._others_passing(loss, keeps=retain_graph)
@@ -204,12 +205,13 @@ class Engine(HoldsModule, nn.Module):
         step, window = self.active_step(), self.open_window
         assert window is not None
         self.grads.take()  # gradients that the script has set to None are zero now
-        self.grads_are_reduced = self._is_syncing and (self._is_unmanaged or self.is_gradient_accumulation_boundary())
+        self.grads_are_reduced = self.accumulation.is_syncing and self.accumulation.ends
         if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
             step = self._following()
         self._lacks_loss |= loss is None
         shown = torch.zeros((), device=self.device) if loss is None else loss
-        how: dict[str, Any] = {"num_parts": num_parts or self._gas, "is_last": self.grads_are_reduced, "keeps": keeps}
+        parts = num_parts or self.accumulation.steps
+        how: dict[str, Any] = {"num_parts": parts, "is_last": self.grads_are_reduced, "keeps": keeps}
         known = available() if step.plan.row.shards("params") else nullcontext()
         with known, self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
             with going_back(step.runtime, window, visits, shown, **how) as after:
@@ -227,11 +229,11 @@ class Engine(HoldsModule, nn.Module):
                 state is unchanged, and the next accumulation begins.
         """
         self._direct.settle()
-        if not self._is_syncing:
+        if not self.accumulation.is_syncing:
             raise CallError(
                 "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
             )
-        self._is_applied, updates = False, self._is_unmanaged or self.is_gradient_accumulation_boundary()
+        self._is_applied, updates = False, self.accumulation.ends
         if updates:
             before = self.global_steps
             with self._watch.of("update", before):
@@ -292,7 +294,7 @@ class Engine(HoldsModule, nn.Module):
         """Counts an update. `overflow` reads whether it was skipped."""
         optimizer, metrics = self.live_optimizer, self.metrics
         assert optimizer is not None and metrics is not None
-        self.global_samples += self._samples(num_micro_steps)
+        self.global_samples += self.accumulation.samples(num_micro_steps)
         optimizer.state.refresh()
         self._show_buffers()
         optimizer.overflow = self.cfg.skips_overflow and bool(overflow())
@@ -487,6 +489,8 @@ class Engine(HoldsModule, nn.Module):
             raise
 
 
+show_part(Engine, "accumulation", Accumulation, but=("ends", "samples"))
+show_part(Engine, "engine_settings", Settings, also=DEEPSPEEDS_OWN)
 show_part(Engine, "engine_tools", Tools)
 show_part(Engine, "data_schedules", DataSchedules)
 show_part(Engine, "engine_generator", Generator)

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
-def show_part(engine: type, part: str, kind: type) -> None:
+def show_part(engine: type, part: str, kind: type, *, also: Iterable[str] = (), but: Iterable[str] = ()) -> None:
     """Gives the class of engines every public name of a part's class.
 
     Args:
         engine: the class; a name that it has itself stays.
         part: the engine's attribute that holds the part.
         kind: the class of the part.
+        also: names that begin with `_`, and are shown as well.
+        but: names that are not shown.
     """
-    for name in dict.fromkeys([*vars(kind), *inspect.get_annotations(kind)]):
-        if not name.startswith("_") and name not in vars(engine) and name != "engine":
+    public = [name for name in [*vars(kind), *inspect.get_annotations(kind)] if not name.startswith("_")]
+    for name in dict.fromkeys([*public, *also]):
+        if name not in vars(engine) and name not in but:
             setattr(engine, name, _shown(part, name, vars(kind).get(name)))
 
 

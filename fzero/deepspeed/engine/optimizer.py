@@ -176,11 +176,11 @@ class EngineOptimizer(torch.optim.Optimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        return self._engine().dynamic_loss_scale()
+        return bool(self._engine().dynamic_loss_scale())
 
     @property
     def clip_grad(self) -> float:
-        return self._engine().gradient_clipping()
+        return float(self._engine().gradient_clipping())
 
     @property
     def parameter_offload(self) -> ParameterOffload:

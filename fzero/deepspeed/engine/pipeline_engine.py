@@ -171,7 +171,7 @@ class PipelineEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Sets the number of micro-batches of a step from here on."""
-        super().set_train_batch_size(train_batch_size)
+        self.accumulation.set_train_batch_size(train_batch_size)
         step = self.train_step
         program, pipeline, number = step.runtime.program, step.spec.parallelism, self.micro_batches
         assert isinstance(program, PipelineProgram)
@@ -212,7 +212,7 @@ class PipelineEngine(Engine):
     @property
     def micro_batches(self) -> int:
         """The number of micro-batches of a step."""
-        return self.gradient_accumulation_steps()
+        return self.accumulation.steps
 
     @property
     def grid(self) -> PipelineParallelGrid:

@@ -1,7 +1,8 @@
 """The tables of DeepSpeed's engine methods that read its configuration, and of those that fzero answers with a constant.
 
 `Settings` has a method for every row. `GIVEN` reads the configuration as the script wrote it; a key that is left out or "auto"
-has DeepSpeed's default. `CONSTANT` is for features that fzero does not have: they are off. `REFUSED` is for methods that
+has DeepSpeed's default. `READ` is for values that the engine has. `CONSTANT` is for features that fzero does not have: they are
+off, or for what is always so. `REFUSED` is for methods that
 change how DeepSpeed trains, which have no counterpart here.
 """
 
@@ -64,7 +65,36 @@ GIVEN: dict[str, tuple[str, Any]] = {
 }
 """Method: the key of the configuration, and DeepSpeed's default."""
 
+READ: dict[str, tuple[str, type | None]] = {
+    "bfloat16_enabled": ("cfg.bf16.enabled", bool),
+    "dataloader_drop_last": ("keys.dataloader_drop_last", bool),
+    "dump_state": ("keys.dump_state", bool),
+    "dynamic_loss_scale": ("train_step.runtime.rules.scaling.dynamic", bool),
+    "flops_profiler_detailed": ("keys.flops_profiler.detailed", bool),
+    "flops_profiler_enabled": ("keys.flops_profiler.enabled", bool),
+    "flops_profiler_module_depth": ("keys.flops_profiler.module_depth", int),
+    "flops_profiler_output_file": ("keys.flops_profiler.output_file", None),
+    "flops_profiler_profile_step": ("keys.flops_profiler.profile_step", int),
+    "flops_profiler_top_modules": ("keys.flops_profiler.top_modules", int),
+    "fp16_enabled": ("cfg.fp16.enabled", bool),
+    "get_data_parallel_rank": ("train_step.data_rank", int),
+    "gradient_clipping": ("cfg.gradient_clipping", float),
+    "managed_gradient_accumulation": ("keys.managed_gradient_accumulation", bool),
+    "memory_breakdown": ("keys.memory_breakdown", bool),
+    "steps_per_print": ("keys.steps_per_print", None),
+    "torch_autocast_dtype": ("train_step.runtime.autocast", None),
+    "wall_clock_breakdown": ("keys.wall_clock_breakdown", bool),
+    "zero_allgather_bucket_size": ("cfg.zero_optimization.allgather_bucket_size", None),
+    "zero_offload_optimizer": ("cfg.zero_optimization.offload_optimizer", None),
+    "zero_offload_param": ("cfg.zero_optimization.offload_param", None),
+    "zero_optimization": ("train_step.plan.row.number", bool),
+    "zero_optimization_stage": ("train_step.plan.row.number", int),
+    "zero_reduce_bucket_size": ("cfg.zero_optimization.reduce_bucket_size", None),
+}
+"""Method: the attribute of the engine that it returns, such as a key of its configuration, and its type: null counts as false."""
+
 CONSTANT: dict[str, Any] = {
+    "amp_enabled": False,
     "amp_params": False,
     "autotp_size": 0,
     "autotuning_profile_model_info": False,
@@ -81,7 +111,9 @@ CONSTANT: dict[str, Any] = {
     "eigenvalue_stability": 1e-6,
     "eigenvalue_tol": 1e-2,
     "eigenvalue_verbose": False,
+    "get_model_parallel_rank": 0,
     "get_sequence_parallel_group": None,
+    "get_tensor_parallel_rank": 0,
     "graph_harvesting": False,
     "is_deepcompile_active": False,
     "is_deepcompile_enabled": False,
@@ -92,6 +124,7 @@ CONSTANT: dict[str, Any] = {
     "use_node_local_storage": False,
     "uses_parallelization_pass_only": False,
     "zenflow_config": None,
+    "zero_gather_16bit_weights_on_model_save": True,
 }
 """Method: what it returns."""
 

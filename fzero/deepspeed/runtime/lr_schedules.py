@@ -51,6 +51,11 @@ class _Schedule(ConfiguredScheduler, metaclass=_AlsoConfigured):
         return self.get_lr()
 
 
+def _arguments(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a constructor, from its `locals()`: each schedule's have the names of its configuration."""
+    return {name: value for name, value in given.items() if name not in ("self", "__class__")}
+
+
 class LRRangeTest(_Schedule):
     """Rates that grow from `lr_range_test_min_lr`, to find the largest one that trains."""
 
@@ -58,11 +63,7 @@ class LRRangeTest(_Schedule):
         self, optimizer: Any, lr_range_test_min_lr: float | Sequence[float] = 1e-3, lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0, lr_range_test_staircase: bool = False, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(
-            optimizer, last_batch_iteration, lr_range_test_min_lr=lr_range_test_min_lr,
-            lr_range_test_step_size=lr_range_test_step_size, lr_range_test_step_rate=lr_range_test_step_rate,
-            lr_range_test_staircase=lr_range_test_staircase,
-        )  # fmt: skip
+        super().__init__(**_arguments(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
         """Advances by one update, or to the one after `batch_iteration`."""
@@ -78,14 +79,7 @@ class OneCycle(_Schedule):
         cycle_second_stair_count: int | None = None, decay_step_size: int = 0, cycle_momentum: bool = True,
         cycle_min_mom: float = 0.8, cycle_max_mom: float = 0.9, decay_mom_rate: float = 0.0, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(
-            optimizer, last_batch_iteration, cycle_min_lr=cycle_min_lr, cycle_max_lr=cycle_max_lr,
-            decay_lr_rate=decay_lr_rate, cycle_first_step_size=cycle_first_step_size,
-            cycle_second_step_size=cycle_second_step_size, cycle_first_stair_count=cycle_first_stair_count,
-            cycle_second_stair_count=cycle_second_stair_count, decay_step_size=decay_step_size,
-            cycle_momentum=cycle_momentum, cycle_min_mom=cycle_min_mom, cycle_max_mom=cycle_max_mom,
-            decay_mom_rate=decay_mom_rate,
-        )  # fmt: skip
+        super().__init__(**_arguments(locals()))
 
     def step(self, batch_iteration: int | None = None) -> None:  # type: ignore[override]
         """Advances by one update, or to the one after `batch_iteration`."""
@@ -100,11 +94,9 @@ class WarmupLR(_Schedule):
         warmup_max_lr: float | Sequence[float] | None = None, warmup_num_steps: int = 1000,
         warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        highest = [lr_of(group) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        super().__init__(
-            optimizer, last_batch_iteration, warmup_min_lr=warmup_min_lr, warmup_max_lr=highest,
-            warmup_num_steps=warmup_num_steps, warmup_type=warmup_type,
-        )  # fmt: skip
+        if warmup_max_lr is None:
+            warmup_max_lr = [lr_of(group) for group in optimizer.param_groups]
+        super().__init__(**_arguments(locals()))
 
 
 class WarmupDecayLR(WarmupLR):
@@ -115,11 +107,9 @@ class WarmupDecayLR(WarmupLR):
         warmup_max_lr: float | Sequence[float] | None = 0.001, warmup_num_steps: int = 1000,
         warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        highest = [lr_of(group) for group in optimizer.param_groups] if warmup_max_lr is None else warmup_max_lr
-        _Schedule.__init__(
-            self, optimizer, last_batch_iteration, total_num_steps=total_num_steps, warmup_min_lr=warmup_min_lr,
-            warmup_max_lr=highest, warmup_num_steps=warmup_num_steps, warmup_type=warmup_type,
-        )  # fmt: skip
+        if warmup_max_lr is None:
+            warmup_max_lr = [lr_of(group) for group in optimizer.param_groups]
+        _Schedule.__init__(self, **_arguments(locals()))
 
 
 class WarmupCosineLR(_Schedule):
@@ -129,10 +119,7 @@ class WarmupCosineLR(_Schedule):
         self, optimizer: Any, total_num_steps: int, warmup_min_ratio: float = 0.0, warmup_num_steps: int = 1000,
         cos_min_ratio: float = 0.0001, warmup_type: str = WARMUP_LOG_RATE, last_batch_iteration: int = -1,
     ) -> None:  # fmt: skip
-        super().__init__(
-            optimizer, last_batch_iteration, total_num_steps=total_num_steps, warmup_min_ratio=warmup_min_ratio,
-            warmup_num_steps=warmup_num_steps, cos_min_ratio=cos_min_ratio, warmup_type=warmup_type,
-        )  # fmt: skip
+        super().__init__(**_arguments(locals()))
 
 
 _ARGUMENTS: dict[str, tuple[Any, Any]] = {

@@ -1,14 +1,16 @@
 """`deepspeed.runtime.pipe.schedule`: DeepSpeed's schedules as lists of instructions for each tick.
 
-They are for scripts that look at them; fzero executes orders (`fzero.pipeline.orders`). The ticks are those of `one_f_one_b` in
-closed form: stage s of p runs forward i at tick s + 2i, and backward i at tick 2p - 1 - s + 2i.
+They are for scripts that look at them; fzero executes orders (`fzero.pipeline.orders`), from which these lists are made: an event
+is an instruction at its tick, and what a stage sends leaves one tick after it was computed.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from fzero.pipeline.orders import B, F, PipeEvent, PipeOrder, forward_only, one_f_one_b, tick
 
 
 class PipeInstruction:
@@ -74,6 +76,13 @@ class RecvGrad(BufferOpInstruction):
     """The gradient of the output comes from the next stage."""
 
 
+_MADE: dict[str, type[BufferOpInstruction]] = {
+    "load": LoadMicroBatch, "forward": ForwardPass, "backward": BackwardPass, "send_output": SendActivation,
+    "receive_input": RecvActivation, "send_gradient": SendGrad, "receive_gradient": RecvGrad,
+}  # fmt: skip
+"""The instruction of each kind of event; `load` comes before a forward of the first and the last stage."""
+
+
 class PipeSchedule(ABC):
     """The instructions of one stage, a list for each tick.
 
@@ -130,6 +139,20 @@ class PipeSchedule(ABC):
     def _buffer_idx(self, micro_batch_id: int) -> int:
         return micro_batch_id % self.num_pipe_buffers()
 
+    def _ticks(
+        self, order: PipeOrder, at: Callable[[PipeEvent], int], buffer: Callable[[int], int], kinds: tuple[str, ...]
+    ) -> list[list[PipeInstruction]]:
+        """The instructions of this stage in an order by tick, each tick's in the order of `kinds`."""
+        num_ticks = (2 if order.has_backward else 1) * (self.micro_batches + self.stages - 1)
+        ticks: list[list[tuple[str, int]]] = [[] for _ in range(num_ticks)]
+        for event in order.events[self.stage_id]:
+            ticks[at(event) + event.kind.startswith("send")].append((event.kind, event.micro_batch))
+            if event.kind == "forward" and (self.is_first_stage or self.is_last_stage):
+                ticks[at(event)].append(("load", event.micro_batch))
+        return [
+            [_MADE[kind](buffer(i)) for kind, i in sorted(now, key=lambda one: kinds.index(one[0]))] for now in ticks
+        ]
+
     def __iter__(self) -> Iterator[list[PipeInstruction]]:
         self._steps = None
         return self
@@ -155,42 +178,17 @@ class TrainSchedule(PipeSchedule):
         """The most forwards in flight, and at least 2."""
         return max(2, min(self.stages - self.stage_id, self.micro_batches))
 
-    def _at(self, tick: int) -> tuple[bool, int]:
-        """Whether the tick is for a forward, and of which micro-batch; there may be none of this number."""
-        is_forward = (tick - self.stage_id) % 2 == 0
-        start = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
-        return is_forward, (tick - start) // 2
-
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of 2(m + p - 1) ticks."""
-        num_ticks = 2 * (self.micro_batches + self.stages - 1)
-        for tick in range(num_ticks):
-            is_forward, now = self._at(tick)
-            commands = self._messages(is_forward, now, self._at(tick - 1)[1] if tick else -1)
-            if self._valid_micro_batch(now):
-                buffer = self._buffer_idx(now)
-                if is_forward and (self.is_first_stage or self.is_last_stage):
-                    commands.append(LoadMicroBatch(buffer))
-                commands.append((ForwardPass if is_forward else BackwardPass)(buffer))
-            if tick == num_ticks - 1:
-                commands += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
-            yield commands
+        kinds = ("send_gradient", "receive_gradient", "receive_input", "send_output", "load", "forward", "backward")
 
-    def _messages(self, is_forward: bool, now: int, before: int) -> list[PipeInstruction]:
-        """What is sent of the tick before, and received for this one."""
-        has_now, has_before = self._valid_micro_batch(now), self._valid_micro_batch(before)
-        commands = list[PipeInstruction]()
-        if is_forward and self._valid_stage(self.prev_stage):
-            if has_before:
-                commands.append(SendGrad(self._buffer_idx(before)))
-            if has_now:
-                commands.append(RecvActivation(self._buffer_idx(now)))
-        elif not is_forward and self._valid_stage(self.next_stage):
-            if has_now:
-                commands.append(RecvGrad(self._buffer_idx(now)))
-            if has_before:
-                commands.append(SendActivation(self._buffer_idx(before)))
-        return commands
+        def at(event: PipeEvent) -> int:
+            is_forward = event.kind in ("forward", "receive_input", "send_output")
+            return tick((F if is_forward else B)(event.micro_batch, self.stage_id), self.stages)
+
+        *ticks, last = self._ticks(one_f_one_b(self.stages, self.micro_batches), at, self._buffer_idx, kinds)
+        yield from ticks
+        yield [*last, ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
 
 
 class InferenceSchedule(PipeSchedule):
@@ -208,17 +206,14 @@ class InferenceSchedule(PipeSchedule):
 
     def steps(self) -> Iterator[list[PipeInstruction]]:
         """The instructions of m + p - 1 ticks; neighbours send and receive in opposite order."""
-        for tick in range(self.micro_batches + self.stages - 1):
-            now, is_even = tick - self.stage_id, self.stage_id % 2 == 0
-            received, sent = (tick + (not is_even)) % 2, (tick + is_even) % 2
-            has_now = self._valid_micro_batch(now)
-            sends = self._valid_stage(self.next_stage) and self._valid_micro_batch(now - 1)
-            receives = self._valid_stage(self.prev_stage) and has_now
-            messages: list[PipeInstruction] = [SendActivation(sent)] if sends else []
-            if receives:
-                messages.insert(len(messages) if is_even else 0, RecvActivation(received))
-            loads = [LoadMicroBatch(received)] if has_now and (self.is_first_stage or self.is_last_stage) else []
-            yield [*loads, *messages, *([ForwardPass(received)] if has_now else [])]
+        is_even = self.stage_id % 2 == 0
+        messages = ("send_output", "receive_input") if is_even else ("receive_input", "send_output")
+        yield from self._ticks(
+            forward_only(self.stages, self.micro_batches),
+            lambda event: self.stage_id + event.micro_batch,
+            lambda micro_batch: (self.stage_id + micro_batch + (not is_even)) % 2,
+            ("load", *messages, "forward"),
+        )
 
 
 class DataParallelSchedule(PipeSchedule):
