@@ -25,7 +25,13 @@ from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.graph.guards import Guard
 from fzero.graph.impure import (
-    attributes_of, check_caches, check_class, check_follows, check_not_kept, held_by_modules, no_tensor_classes,
+    attributes_of,
+    check_caches,
+    check_class,
+    check_follows,
+    check_not_kept,
+    held_by_modules,
+    no_tensor_classes,
 )  # fmt: skip
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
