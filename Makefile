@@ -59,6 +59,7 @@ mutants: env  ## the share of small faults in the core rooms that the tests find
 lint: env  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python fzero/deepspeed/stubs.py
 	$(BIN)/mypy
 
 docs: env  ## the site, in out/site; `python -m http.server -d out/site` shows it, with its search

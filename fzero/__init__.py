@@ -10,6 +10,7 @@ for batch in loader:
 import os
 from typing import TYPE_CHECKING, Any
 
+from fzero.checkpoint.readers import read_also
 from fzero.common.doors import door
 from fzero.common.version import __version__ as __version__
 from fzero.runtime.hooks import observe_steps
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
     from fzero.comms.process_group import join as join, shutdown as shutdown
     from fzero.comms.rendezvous import launched as launched
     from fzero.config.config import Config as Config, ConfigError as ConfigError, ConfigWarning as ConfigWarning
-    from fzero.engine.engine import Engine as Engine
-    from fzero.engine.initialize import initialize as initialize
+    from fzero.deepspeed.engine.engine import Engine as Engine
+    from fzero.deepspeed.engine.initialize import initialize as initialize
     from fzero.generation.gathered_model import generating as generating
     from fzero.graph.schedule import CompileError as CompileError
     from fzero.launch.notebook import notebook_launch as notebook_launch
@@ -61,8 +62,8 @@ else:
             "comms.process_group": "join shutdown",
             "comms.rendezvous": "launched",
             "config.config": "Config ConfigError ConfigWarning",
-            "engine.engine": "Engine",
-            "engine.initialize": "initialize",
+            "deepspeed.engine.engine": "Engine",
+            "deepspeed.engine.initialize": "initialize",
             "generation.gathered_model": "generating",
             "graph.schedule": "CompileError",
             "launch.notebook": "notebook_launch",
@@ -97,3 +98,13 @@ def _probe_of(*of_step: Any) -> Any:
 
 
 observe_steps(_probe_of)
+
+
+def _deepspeeds(path: Any) -> Any:
+    """A checkpoint of DeepSpeed as a source of weights; its formats are loaded at the first question only."""
+    from fzero.deepspeed.formats.source import source_of
+
+    return source_of(path)
+
+
+read_also(_deepspeeds)

@@ -46,7 +46,7 @@ IMPORTS = "example:\n  fzero import-deepspeed ds_checkpoints checkpoints"
 
 
 def show_config(arguments: list[str]) -> int:
-    """What a configuration comes to, or its translation; 1 when it is wrong."""
+    """Prints what each key of a configuration does, or a translation; returns 1 if the configuration is wrong."""
     parser = parser_of("config", "what a configuration comes to, or its translation", CONFIGS)
     parser.add_argument("file", nargs="?", help="a JSON or Hjson file with DeepSpeed's keys")
     parser.add_argument("--defaults", action="store_true", help="show the keys that the file lacks, too")
@@ -111,7 +111,7 @@ def _translated(file: str, source: str | None) -> tuple[str, dict[str, Any]]:
 
 
 def export_weights(arguments: list[str]) -> int:
-    """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; 1 when that cannot be."""
+    """Writes the weights of a checkpoint as safetensors files, or all of it for DeepSpeed; returns 1 on failure."""
     what = "the weights of a checkpoint as safetensors files, for from_pretrained; or all of it for DeepSpeed"
     parser = parser_of("export", what, EXPORTS)
     parser.add_argument("dir", help="a folder that fzero.save wrote to, or one checkpoint in it")
@@ -136,7 +136,8 @@ def export_weights(arguments: list[str]) -> int:
     if given.format == formats[0] and given.torch_optimizer:
         parser.error("--torch-optimizer is for --format deepspeed-universal; leave it out")
     before = _files_in(given.out)
-    from fzero.checkpoint import export, export_deepspeed
+    from fzero.checkpoint import export
+    from fzero.deepspeed import export_deepspeed
 
     def make() -> tuple[Table, dict[str, Any]]:
         if given.format == formats[0]:
@@ -167,7 +168,7 @@ def _written(folder: str, files: Mapping[str, tuple[int, int]]) -> Table:
 
 
 def show_machine(arguments: list[str]) -> int:
-    """Versions, devices and rates of this machine; 1 when the folder cannot be written to."""
+    """Versions, devices and rates of this machine; returns 1 if the folder cannot be written to."""
     what = "this machine, to paste into an issue: versions, devices, and rates measured in about ten seconds"
     parser = parser_of("env", what, "examples:\n  fzero env --path /fast\n  fzero env --ranks 2 --json > rates.json")
     parser.add_argument(
@@ -205,14 +206,14 @@ def show_machine(arguments: list[str]) -> int:
 
 
 def convert(arguments: list[str]) -> int:
-    """Writes a checkpoint of DeepSpeed as one of fzero; 1 when that cannot be."""
+    """Writes a checkpoint of DeepSpeed as one of fzero; returns 1 on failure."""
     what = "a checkpoint of DeepSpeed as one of fzero, for fzero.load; DeepSpeed is not needed"
     parser = parser_of("import-deepspeed", what, IMPORTS)
     parser.add_argument("dir", help="a folder that save_checkpoint wrote to, or one checkpoint in it")
     parser.add_argument("out", help="a folder of fzero's checkpoints, which is made")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
     given = parser.parse_args(arguments)
-    from fzero.checkpoint import convert_deepspeed
+    from fzero.deepspeed import convert_deepspeed
 
     def make() -> tuple[str, dict[str, Any]]:
         made = str(convert_deepspeed(given.dir, given.out))
@@ -256,7 +257,7 @@ COMMANDS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command; what does not begin with the name of one is a script to start, or a flag of `run`."""
+    """Runs one command. Words that begin with no name of a command are for `run`."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] == ["--version"]:
         print(f"fzero {__version__}")

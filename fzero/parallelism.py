@@ -39,7 +39,7 @@ DATA_PARALLEL = DataParallel()
 
 
 def chosen(pipeline: Any, mesh: Any) -> Parallelism | None:
-    """The parallelism of the arguments of `make_train_step`; a mesh with an axis "pipe" alone means the usual order.
+    """The parallelism that arguments of `make_train_step` ask for. A mesh with an axis "pipe" asks for the usual order.
 
     None is `DATA_PARALLEL`.
     """

@@ -36,14 +36,14 @@ from fzero.model.origin import Origin
 from fzero.parallelism import parallelism_of
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.plan import Plan
-from fzero.runtime.finish import next_state
+from fzero.runtime.finish import check_outcome, next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.outcome import check_outcome
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.weights import differing
-from fzero.state import Metrics, TrainState, is_donated, taken
+from fzero.state import Metrics, TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import FileTensor, FileTensors
+from fzero.storage.state_memory import is_donated, taken
 from sharding import Mesh, TensorSpec
 
 __all__ = ["LockstepRanks", "VmapRanks", "simulate", "stacked", "unstacked"]
@@ -133,7 +133,7 @@ class LockstepRanks:
 
         Args:
             state: stacked; donated, unless the step was made with `donate=False`.
-            batch: of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
+            batch: the batch of all ranks, each tensor with a leading dimension of ranks; or an iterator of such micro-batches.
         """
         self._origin.leave(partial(self._differing, state))
         states, batches = self.states_of(state), self.batches_of(batch)
@@ -420,7 +420,7 @@ def simulate(
         return LockstepRanks(step.spec, world_size, mesh=mesh)
     try:
         return VmapRanks(step.spec, world_size, compile, mesh=mesh, by=by or "either")
-    except ConfigError as error:  # of what no graph can hold
+    except ConfigError as error:  # a graph cannot hold this model or configuration
         if by == "vmap":
             raise
         warnings.warn(f"simulate: {error}; the ranks run in lockstep, which takes longer", stacklevel=2)

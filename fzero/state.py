@@ -8,16 +8,15 @@ Shape letters: P padded elements of a flat buffer, S elements of a shard.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import optree
+from rich.table import Table
 from torch import Tensor
 
+from fzero.common.notebooks import as_html
 from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Leaf
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 QUANTITIES = ("params", "grads", "master", "optimizer")
 """The parts of a state that are kept by flat buffer."""
@@ -53,8 +52,6 @@ class TrainState(NamedTuple, Generic[Leaf]):
     rank has its own. Empty where no comm hook has a state."""
 
     def _repr_html_(self) -> str:
-        from fzero.common.notebooks import as_html
-
         return as_html(table_of(self))
 
 
@@ -68,8 +65,6 @@ def table_of(state: TrainState[Any]) -> Table:
     >>> print(as_text(table_of(state)).splitlines()[3].split())
     ['params', 'a/float32', '(4,)', 'float32', 'cpu', '16']
     """
-    from rich.table import Table  # a step does not load it
-
     table = Table("part", "tensor", "shape", "dtype", "device", title="train state", title_justify="left", box=None)
     table.add_column("bytes", justify="right")
     parts = list(TrainState.__annotations__)
@@ -82,22 +77,6 @@ def table_of(state: TrainState[Any]) -> Table:
         else:
             table.add_row(part, name, str(leaf))
     return table
-
-
-def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
-    """The same tensors for a step that writes into them; from now on `state` is donated.
-
-    An empty counter marks a donated state. A copy that shares the counter is marked, too: it shares the memory that the step
-    overwrites.
-    """
-    own = state._replace(step=state.step.clone())
-    state.step.resize_(0)
-    return own
-
-
-def is_donated(state: TrainState[Tensor]) -> bool:
-    """Whether a step has taken this state. Its tensors then belong to the next state."""
-    return not state.step.numel()
 
 
 class Metrics(NamedTuple):

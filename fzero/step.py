@@ -22,25 +22,25 @@ import torch
 from torch import Tensor, nn
 
 from fzero import parallelism
+from fzero.common.arguments import check_callable
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms.axes import AbstractAxis, ProcessAxis, RankAxis
 from fzero.comms.records import CommRecord
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.model.fetched_parameters import untraced
-from fzero.plans.comm_hooks import GivenHook
+from fzero.model.own_params import untraced
+from fzero.plans.hook_choice import GivenHook
 from fzero.plans.mesh_axes import check_mesh
 from fzero.plans.orders import GivenOrder
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform
 from fzero.plans.plan import starts_of
 from fzero.plans.unit_orders import EventOrder
-from fzero.runtime import phases
+from fzero.runtime import inspection, phases
+from fzero.runtime.batches import LossFn
 from fzero.runtime.finish import Collected, Outcome, next_state
 from fzero.runtime.init_state import InitFn
-from fzero.runtime.loss import LossFn
 from fzero.runtime.outcome import explain
-from fzero.runtime.phases import AccumulationWindow
-from fzero.runtime.programs import Eager
+from fzero.runtime.phases import AccumulationWindow, Eager
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.step_spec import StepSpec, bind
 from fzero.runtime.weights import first_state, state_dict, with_weights
@@ -262,6 +262,7 @@ class TrainStep:
             still: the names of trained parameters that get no gradient from this forward. A flat buffer is not updated if all its
                 parameters are listed in `still` in all forwards of a window.
         """
+        check_callable("forward", function, "a function without arguments that calls the model")
         return phases.forward(self.runtime, window, function, kind=run, still=still)
 
     def backward(
@@ -350,7 +351,7 @@ class TrainStep:
 
         *Collective:* every rank; in stage 3 each sends `(W-1)/W` of the parameters.
         """
-        return phases.evaluate(self.runtime, state, batch)
+        return inspection.evaluate(self.runtime, state, batch)
 
     def inspect(self, state: State, function: Callable[[], T], *, run: str = "inspect") -> T:
         """Calls `function`, which may call the model, and returns its result; no gradients are collected, and the state is
@@ -360,7 +361,7 @@ class TrainStep:
 
         *Collective* in stage 3: every rank; each sends `(W-1)/W` of the parameters.
         """
-        return phases.inspect(self.runtime, state, function, run)
+        return inspection.inspect(self.runtime, state, function, run)
 
     def first_overflow(self, state: State) -> str | None:
         """The name of the first parameter, in order of declaration, whose gradient is not finite; None if all are finite.
@@ -370,7 +371,7 @@ class TrainStep:
 
         *Collective:* every rank; sends one number.
         """
-        return phases.first_overflow(self.runtime, state)
+        return inspection.first_overflow(self.runtime, state)
 
     def following(
         self, rates: Sequence[float], optimizers: Sequence[OptimizerBlock | UserTransform] | None = None
@@ -378,7 +379,7 @@ class TrainStep:
         """The same step with other learning rates and other hyper-parameters of optimizers. It takes the same states.
 
         Args:
-            rates: the learning rate of each parameter group, in place of every schedule; the same on all ranks. Group 0 holds the
+            rates: the learning rate of each parameter group, instead of every schedule; the same on all ranks. Group 0 holds the
                 parameters that no group of `param_groups` takes (it may be empty), group i is `param_groups[i - 1]`.
             optimizers: the optimizer of each parameter group, with the same state structure; None keeps those of this step.
         """
@@ -387,7 +388,7 @@ class TrainStep:
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
         """The same step, which also reports its collectives to `observe`. It shares the model and the captured graphs.
 
-        It learns its order of collectives by itself. Each rank may call it or not.
+        It learns an order of collectives of its own. Each rank may call it or not.
         """
         return _twin(self, self.runtime.observed(observe))
 
@@ -406,7 +407,7 @@ class TrainStep:
 
         With a `batch` it is the schedule of the graph that `compile="step"` makes, captured without tensors (see `trace`). An
         eager step enters and leaves its units at the same places. Inductor fuses compute, and keeps the collectives and their
-        order. Without a batch it is the schedule of the largest graph that ran. Of a pipeline it is that of the stages.
+        order. Without a batch it is the schedule of the largest graph that ran. A pipeline's schedule shows its stages.
 
         `print` it for a table, `draw()` for a picture. Times come from a simple model of a machine; they are not measured.
         """

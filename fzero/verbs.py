@@ -41,8 +41,7 @@ from fzero.comms.mesh import AxisMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.optim.transforms import Transform
-from fzero.plans.comm_hooks import CommHooks
-from fzero.plans.dataflow import along
+from fzero.plans.dataflow import CommHooks, along
 from fzero.plans.flat_params import FlatParamPlan
 from sharding import DEVICE, Partition, Replicated, Sharded, Spec, TensorSpec
 from sharding.views import dtype_name, pad, take_shard
@@ -151,7 +150,7 @@ def optimizer_update(
     Args:
         transform: see `fzero.optim.transforms`.
         params, grads: pytrees of tensors with the same structure, such as shards.
-        state: the same structure, with the transform's state in place of each tensor.
+        state: the same structure, with the transform's state instead of each tensor.
         donate: whether the result may use the memory of the arguments, which must then not be used again; a train step donates
             its tensors. If False, the transform works on copies.
 

@@ -20,7 +20,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "sharding.testing and fzero.testing: need hypothesis, which is not installed; pip install 'fzero[testing]'",
         name=error.name,
-    ) from error
+    ) from None
 
 from sharding.layout import FlatLayout
 from sharding.order import Order, declaration

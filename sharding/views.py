@@ -53,7 +53,8 @@ def pad(x_N: Tensor, partition: Partition) -> Tensor:
     >>> pad(torch.tensor([1, 2, 3]), Partition(numel=3, world_size=2))
     tensor([1, 2, 3, 0])
     """
-    _check_length("pad", x_N, (partition.numel,))
+    if x_N.shape != (partition.numel,):
+        raise _wrong_length("pad", x_N, partition.numel)
     if partition.padding == 0:
         return x_N
     return torch.cat([x_N, x_N.new_zeros(partition.padding)])
@@ -105,7 +106,8 @@ def unflatten(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
     tensor([[1, 2],
             [3, 4]])
     """
-    _check_length("unflatten", flat, (layout.numel, layout.partition.padded_numel))
+    if flat.dim() != 1 or flat.numel() not in (layout.numel, layout.partition.padded_numel):
+        raise _wrong_length("unflatten", flat, layout.numel, layout.partition.padded_numel)
     padding = flat.numel() - layout.numel
     leaves = flat.split_with_sizes([*layout.numels, padding] if padding else layout.numels)
     return {
@@ -128,7 +130,8 @@ def take_shard(flat_P: Tensor, partition: Partition, rank: int) -> Tensor:
     >>> take_shard(torch.arange(6), Partition(numel=5, world_size=3), rank=1)
     tensor([2, 3])
     """
-    _check_length("take_shard", flat_P, (partition.padded_numel,))
+    if flat_P.shape != (partition.padded_numel,):
+        raise _wrong_length("take_shard", flat_P, partition.padded_numel)
     start, stop = partition.bounds(rank)
     return flat_P[start:stop]
 
@@ -159,10 +162,9 @@ def _kind(tensor: Tensor) -> str:
     return f"{dtype_name(tensor.dtype)} on {tensor.device}"
 
 
-def _check_length(owner: str, flat: Tensor, allowed: tuple[int, ...]) -> None:
-    if flat.dim() != 1 or flat.numel() not in allowed:
-        lengths = " or ".join(str(length) for length in dict.fromkeys(allowed))
-        raise ValueError(
-            f"{owner}: the buffer must have one dim of {lengths} elements, got shape {tuple(flat.shape)}; "
-            "pass the buffer that this layout or partition was made for"
-        )
+def _wrong_length(owner: str, flat: Tensor, *allowed: int) -> ValueError:
+    lengths = " or ".join(str(length) for length in dict.fromkeys(allowed))
+    return ValueError(
+        f"{owner}: the buffer must have one dim of {lengths} elements, got shape {tuple(flat.shape)}; "
+        "pass the buffer that this layout or partition was made for"
+    )

@@ -14,10 +14,11 @@ ROOMS = {
     "config": "Configuration", "plans": "Plans", "step.py": "The step", "runtime": "The step", "comms": "Ranks and collectives",
     "graph": "Compiled steps", "checkpoint": "Checkpoints", "storage": "State in other memory", "resharding": "Changing a job",
     "optim": "Optimizers", "simulation.py": "Simulation", "testing": "Test kit", "estimation": "Planning", "cli": "Command line",
-    "profiling": "Profiling", "launch": "Launching", "tuning": "Tuning", "engine": "The engine", "deepspeed": "DeepSpeed's names",
-    "integrations": "Trainer", "generation": "Generation", "attention": "Sparse attention", "compression": "Compression",
+    "profiling": "Profiling", "launch": "Launching", "tuning": "Tuning", "deepspeed": "DeepSpeed's names",
+    "deepspeed/engine": "The engine", "deepspeed/formats": "Checkpoints", "deepspeed/integrations": "Trainer",
+    "generation": "Generation", "attention": "Sparse attention", "compression": "Compression",
 }  # fmt: skip
-"""The heading of a room's errors; rooms without one are under "Other"."""
+"""The heading of a room's errors, or of a folder's in a room; rooms without one are under "Other"."""
 
 
 class Message(NamedTuple):
@@ -32,7 +33,11 @@ def messages() -> Iterator[Message]:
     for package in ("fzero", "sharding"):
         for path in sorted((ROOT / package).rglob("*.py")):
             parts = path.relative_to(ROOT).parts
-            heading = "Specs and layouts" if package == "sharding" else ROOMS.get(parts[1], "Other")
+            heading = (
+                "Specs and layouts"
+                if package == "sharding"
+                else ROOMS.get("/".join(parts[1:3])) or ROOMS.get(parts[1], "Other")
+            )
             for node in ast.walk(ast.parse(path.read_text())):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                     kind, text = ast.unparse(node.exc.func), text_of(node.exc.args[0]) if node.exc.args else ""

@@ -1,8 +1,8 @@
 """Sparse attention: patterns make layouts, which are values; attention over the blocks that a layout keeps.
 
 Patterns and layouts are integers alone. A kernel is chosen for a layout, with the same result. `SparseSelfAttention` and the
-configurations under DeepSpeed's names stand on top. May import: common. Begin with `fzero.attention.layouts`, then
-`fzero.attention.attend`.
+configurations under DeepSpeed's names are `fzero.deepspeed.ops.sparse_attention`. May import: common. Begin with
+`fzero.attention.layouts`, then `fzero.attention.attend`.
 """
 
 from typing import TYPE_CHECKING
@@ -11,14 +11,6 @@ from fzero.common.doors import door
 
 if TYPE_CHECKING:
     from fzero.attention.attend import choose_backend as choose_backend, sparse_attention as sparse_attention
-    from fzero.attention.bert import (
-        BertSparseSelfAttention as BertSparseSelfAttention,
-        SparseAttentionUtils as SparseAttentionUtils,
-        extend_position_embedding as extend_position_embedding,
-        pad_to_block_size as pad_to_block_size,
-        replace_model_self_attention_with_sparse_self_attention as replace_model_self_attention_with_sparse_self_attention,
-        unpad_sequence_output as unpad_sequence_output,
-    )
     from fzero.attention.layouts import Layout as Layout, density as density
     from fzero.attention.masks import (
         dense_mask as dense_mask,
@@ -26,7 +18,6 @@ if TYPE_CHECKING:
         mask_mod as mask_mod,
         to_tensor as to_tensor,
     )
-    from fzero.attention.modules import SparseSelfAttention as SparseSelfAttention
     from fzero.attention.patterns import (
         PATTERNS as PATTERNS,
         BigBird as BigBird,
@@ -37,27 +28,13 @@ if TYPE_CHECKING:
         Pattern as Pattern,
         Variable as Variable,
     )
-    from fzero.attention.sparsity_config import (
-        BigBirdSparsityConfig as BigBirdSparsityConfig,
-        BSLongformerSparsityConfig as BSLongformerSparsityConfig,
-        DenseSparsityConfig as DenseSparsityConfig,
-        FixedSparsityConfig as FixedSparsityConfig,
-        LocalSlidingWindowSparsityConfig as LocalSlidingWindowSparsityConfig,
-        SparsityConfig as SparsityConfig,
-        VariableSparsityConfig as VariableSparsityConfig,
-    )
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
             "attend": "choose_backend sparse_attention",
-            "bert": "BertSparseSelfAttention SparseAttentionUtils extend_position_embedding pad_to_block_size "
-            "replace_model_self_attention_with_sparse_self_attention unpad_sequence_output",
             "layouts": "Layout density",
             "masks": "dense_mask from_tensor mask_mod to_tensor",
-            "modules": "SparseSelfAttention",
-            "sparsity_config": "BSLongformerSparsityConfig BigBirdSparsityConfig DenseSparsityConfig FixedSparsityConfig "
-            "LocalSlidingWindowSparsityConfig SparsityConfig VariableSparsityConfig",
             "patterns": "PATTERNS BSLongformer BigBird Dense Fixed Local Pattern Variable",
         },
     )

@@ -129,7 +129,7 @@ def check_length(length: int, block: int) -> None:
     if block < 1 or length % block:
         raise ValueError(
             f"sparse attention: the sequence length must be a multiple of block, {block}, got {length}; pad the batch with "
-            f"SparseAttentionUtils.pad_to_block_size (fzero.attention.pad_to_block_size), or choose another block"
+            f"fzero.deepspeed.ops.sparse_attention.SparseAttentionUtils.pad_to_block_size, or choose another block"
         )
 
 
@@ -166,7 +166,7 @@ def _sdpa(
     biases: list[Tensor],
     scale: float,
 ) -> Tensor:
-    if not biases and causal and layout.keeps_triangle:  # of which PyTorch skips half
+    if not biases and causal and layout.keeps_triangle:  # PyTorch skips the upper half of a causal layout
         return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
     mask: Tensor | None = None
     if causal or density(layout) < 1:

@@ -150,7 +150,7 @@ class Variable(Pattern):
     """Windows of given sizes, global blocks by index, and random blocks.
 
     Attributes:
-        num_random_blocks: in each row, anywhere, also where `attention` is "unidirectional".
+        num_random_blocks: random blocks of each row, at any column, even if `attention` is "unidirectional".
         local_window_blocks: the size of each window; the last one is repeated.
         global_block_indices: the blocks that every row attends to; with `global_block_end_indices` the starts of ranges.
         global_block_end_indices: their ends, exclusive.
@@ -312,7 +312,7 @@ def _drawn(random: Random, population: int, count: int) -> int:
 
 
 def positive(pattern: Pattern, *names: str) -> dict[str, str]:
-    """What is wrong with options that must be at least 1."""
+    """The error about options that must be at least 1, or None."""
     given = {name: getattr(pattern, name) for name in names}
     return {name: f"must be at least 1, got {value}" if value < 1 else "" for name, value in given.items()}
 

@@ -1,4 +1,4 @@
-"""Checkpoints: saved, loaded, exported, and DeepSpeed's (`deepspeed`).
+"""Checkpoints: saved, loaded and exported; DeepSpeed's are `fzero.deepspeed.formats`.
 
 May import: resharding, step and below. Begin with `fzero.checkpoint.saving`.
 """
@@ -8,11 +8,6 @@ from typing import TYPE_CHECKING
 from fzero.common.doors import door
 
 if TYPE_CHECKING:
-    from fzero.checkpoint.deepspeed.export import export_deepspeed as export_deepspeed
-    from fzero.checkpoint.deepspeed.load import (
-        convert_deepspeed as convert_deepspeed,
-        import_deepspeed as import_deepspeed,
-    )
     from fzero.checkpoint.folders import CheckpointError as CheckpointError, NoCheckpointError as NoCheckpointError
     from fzero.checkpoint.loading import Loaded as Loaded, load as load, starts as starts
     from fzero.checkpoint.saving import Saving as Saving, save as save, start_save as start_save
@@ -25,8 +20,6 @@ else:
     __getattr__, __dir__, __all__ = door(
         __name__,
         {
-            "deepspeed.export": "export_deepspeed",
-            "deepspeed.load": "convert_deepspeed import_deepspeed",
             "folders": "CheckpointError NoCheckpointError",
             "loading": "Loaded load starts",
             "saving": "Saving save start_save",

@@ -205,7 +205,7 @@ class _Plain:
 
 
 def _set_of(items: list[Any]) -> Any:
-    """A set, or, where a stored item has no hash, its kind."""
+    """A set, or a record of its items if one of them has no hash."""
     try:
         return set(items)
     except TypeError:

@@ -146,7 +146,7 @@ class DcpReader:
 
     Args:
         folder: with a `.metadata`.
-        checksums: of the slices, by file and start; empty for other jobs' files.
+        checksums: the checksums of the slices, by file and start; empty for other jobs' files.
 
     Attributes:
         stored: shape and dtype of each tensor, by key.

@@ -81,7 +81,7 @@ class StoredContents:
 
 @dataclass(frozen=True, slots=True)
 class _Manifest:
-    """What is read of `fzero.json`, besides its format and checksum."""
+    """The fields of `fzero.json` that are read, besides its format and checksum."""
 
     files: dict[str, int]
     serial: int
@@ -202,7 +202,7 @@ def find(path: Path) -> Path:
         raise CheckpointError(
             f"load: {path} must be written by fzero, and holds {theirs.name!r} of another program; take its weights with "
             f"fzero.load_weights({str(path)!r}, step=step), pass the folder that holds {METADATA!r} itself, or load a DeepSpeed "
-            f"checkpoint with fzero.checkpoint.import_deepspeed"
+            f"checkpoint with fzero.deepspeed.import_deepspeed"
         )
     raise NoCheckpointError(
         f"load: {path} must hold {LATEST!r} or {MANIFEST}, and holds {sorted(p.name for p in path.iterdir())[:4]}; pass the "

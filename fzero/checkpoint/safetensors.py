@@ -122,7 +122,7 @@ class Export:
     Args:
         folder: is made.
         tensors: shape and stored dtype of every tensor; `write` takes them in any order.
-        max_nbytes: of a file.
+        max_nbytes: the largest number of bytes of a file.
         aliases: the other names of tied tensors, each with the first name, under which the tensor is stored.
     """
 

@@ -70,7 +70,7 @@ def save(
     *Collective:* every rank of the step; sends some numbers. All ranks must see the same `dir`.
 
     Args:
-        state: of this step; it is not changed. Simulated steps (`simulate`) have simulated states.
+        state: the state of this step; it is not changed. Simulated steps (`simulate`) have simulated states.
         dir: a folder of checkpoints, which is made.
         step: the step that `state` belongs to.
         client: other values to save, such as the position in the data: numbers, strings, containers, tensors, and values of the
@@ -257,7 +257,7 @@ class Contents(NamedTuple):
         names: the keys of the model's state dict, each with the name under which its tensor is stored.
         rates, loss_scaling: the learning rate of each parameter's next update, and the rules of the loss scale; for other
             programs, since fzero's steps have their own.
-        stage, mesh, scales_dynamically: of the job.
+        stage, mesh, scales_dynamically: those of the job.
         left_out: the frozen parameters that are not stored.
         transforms: the settings of the model's transforms (`AllChanges.compared`); None where they are not known.
     """

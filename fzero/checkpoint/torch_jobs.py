@@ -63,7 +63,7 @@ class TorchJob:
         states = ((k, m) for k in there for m in re.finditer(r"(?<![^.])state\.", k))
         state_of = [(k[: m.start()], k[m.end() :].rpartition(".")[0], k) for k, m in states]
         self._optimizer = self._prefix("the optimizer state", ((prefix, name) for prefix, name, _ in state_of))
-        self._kept: dict[str, dict[str, str]] = defaultdict(dict)  # by parameter: the key of each tensor of its state
+        self._kept: dict[str, dict[str, str]] = defaultdict(dict)  # per parameter: the key of each tensor of its state
         for prefix, name, key in state_of:
             if prefix == self._optimizer and name in self._known:
                 self._kept[self._known[name]][key.rpartition(".")[2]] = key
@@ -160,7 +160,7 @@ def starts_of(folder: Path) -> dict[str, int]:
 
 
 def _word(path: str) -> str:
-    """What torch.optim calls a tensor of optimizer state.
+    """The name in torch.optim of a tensor of optimizer state.
 
     >>> _word(".exp_avg"), _word(".tensors['square_avg']"), _word(".momentum")
     ('exp_avg', 'square_avg', 'momentum_buffer')

@@ -21,11 +21,10 @@ from torch import Tensor
 from fzero.checkpoint import folders as files
 from fzero.checkpoint.agreement import check_same_folder, together
 from fzero.checkpoint.dcp_format import DcpReader
-from fzero.checkpoint.deepspeed.files import find as find_deepspeeds, is_deepspeeds
-from fzero.checkpoint.deepspeed.source import DeepSpeedFiles
 from fzero.checkpoint.folders import CheckpointError
 from fzero.checkpoint.layout import Stored, StoredSlice, parts_of_weights
 from fzero.checkpoint.loading import Source, opened, placed, read_into
+from fzero.checkpoint.readers import foreign
 from fzero.checkpoint.safetensors import INDEX, Export, SafetensorsFile, TorchFile, exported_dtype
 from fzero.common.arguments import check_path
 from fzero.comms import collectives
@@ -72,7 +71,7 @@ def save_16bit_model(
     *Collective:* every rank; sends as much as `step.gather`. Rank 0 writes, and holds one unit at a time.
 
     Args:
-        state: of this step.
+        state: the state of this step.
         out: a folder, which is made.
         step: the step.
         dtype: of the parameters; None is the model's own if that has 16 bits, else bfloat16. Module buffers keep theirs.
@@ -223,8 +222,8 @@ def _opened(path: Path) -> tuple[Source, tuple[str, ...]]:
     for single in (path, path / "model.safetensors", path / "pytorch_model.bin"):
         if single.is_file():
             return _Ranges([single]), ("",)
-    if is_deepspeeds(path):
-        return DeepSpeedFiles(find_deepspeeds(path)), ("master.", "model.")
+    if (source := foreign(path)) is not None:
+        return source, ("master.", "model.")
     if (path / files.METADATA).exists() and not (path / files.MANIFEST).exists():
         return DcpReader(path), ("model.", "")
     return opened(files.find(path))[1], ("master.", "model.")

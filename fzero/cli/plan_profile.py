@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import optree
 import torch
 from rich.console import Console, Group, RenderableType
+from rich.progress import Progress
 from rich.text import Text
 
 from fzero import CheckpointError, ConfigWarning, make_train_step
@@ -161,7 +162,7 @@ def _machine(given: argparse.Namespace) -> MachineModel:
     machine = MachineModel() if given.rates is None else rates_from(given.rates).machine
     own = {field: getattr(given, name) for name, (field, _) in RATES.items() if getattr(given, name) is not None}
     if "flops" in own:
-        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # of all dtypes and operators
+        own |= dict.fromkeys(("flops_fp32", "attention", "attention_fp32"))  # rates for every dtype and operator
     if "memory" in own:
         own |= dict.fromkeys(("pointwise", "pointwise_fp32", "update", "update_fp32"))
     return replace(machine, **own)
@@ -202,8 +203,6 @@ def _plan(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]:
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
     """Inside, a bar on stderr counts configurations; there is none where stderr is no terminal."""
-    from rich.progress import Progress
-
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("configurations")
@@ -258,7 +257,7 @@ def _profile(given: argparse.Namespace) -> tuple[RenderableType, dict[str, Any]]
             step = make_train_step(model, changed(keys, OF_MANY_RANKS))
             with _writing("--trace", given.trace):
                 save_trace(given.trace, step, step.init(), batch)
-    except (RuntimeError, AssertionError) as error:  # of torch: no such device, no memory, a batch that does not fit
+    except (RuntimeError, AssertionError) as error:  # torch: no such device, no memory, a batch that does not fit
         raise ModelError(
             f"profile: {found.description} on {given.device!r} gave {type(error).__name__}: {error}"
         ) from error
@@ -278,7 +277,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     samples = "samples of a micro-step (default: those of the configuration, or 1)"
     parser.add_argument("--batch", type=count, metavar="B", help=samples)
     parser.add_argument("--sequence", type=count, metavar="T", help="tokens of a sample; counts activations")
-    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, in place of the two")
+    parser.add_argument("--sample", metavar="pkg.mod:fn", help="a function that makes a batch, instead of the two")
     parser.add_argument("--json", action="store_true", help="print JSON, for machines")
 
 

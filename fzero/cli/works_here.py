@@ -45,7 +45,7 @@ WIDTH, ROWS, NUM_STEPS = 32, 8, 4
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one check found on a rank.
+    """The result of one check on a rank.
 
     Attributes:
         check: its name.
@@ -77,11 +77,11 @@ class Found(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """What the checks of a rank share.
+    """The values that the checks of a rank share.
 
     Attributes:
-        axis: of all ranks.
-        device: of the ranks.
+        axis: the axis of all ranks.
+        device: the device of the ranks.
         folder: for checkpoints.
         reference: the weights after the plain loop.
         of_stages: the weights after the steps of the stages so far.

@@ -1,6 +1,6 @@
 """Checks of arguments at the start of a call, so that an error names the wrong argument.
 
-A check costs less than the call. A step runs only `check_trains`, which reads two flags.
+A check costs less than the call.
 """
 
 from __future__ import annotations
@@ -139,11 +139,10 @@ def check_no_inference(what: str) -> None:
         )
 
 
-def check_trains(what: str) -> None:
-    """Raises if autograd is off, because there would be no gradients."""
-    if not torch.is_grad_enabled():
-        check_no_inference(what)
-        raise RuntimeError(
-            f"{what}: must be called with gradients enabled, got a call inside torch.no_grad() or set_grad_enabled(False); call "
-            f"it outside, or use step.evaluate(state, batch) for a loss without gradients"
-        )
+def refuse_without_grad(what: str) -> NoReturn:
+    """Raises because autograd is off, so that there would be no gradients."""
+    check_no_inference(what)
+    raise RuntimeError(
+        f"{what}: must be called with gradients enabled, got a call inside torch.no_grad() or set_grad_enabled(False); call "
+        f"it outside, or use step.evaluate(state, batch) for a loss without gradients"
+    )

@@ -13,8 +13,8 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
 
     Args:
         package: the `__name__` of the package.
-        modules: the public names, by the module that defines them, relative to the package. Under the key "" stand names of
-            modules, which are not in `__all__`.
+        modules: the public names, by the module that defines them, relative to the package; `there:here` where it has another
+            name there. Under the key "" stand names of modules, which are not in `__all__`.
 
     >>> __getattr__, __dir__, __all__ = door("collections", {"abc": "Mapping Sequence"})
     >>> __getattr__("Mapping").__module__
@@ -24,14 +24,15 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
     ...
     AttributeError: module 'collections' has no attribute 'Maping'
     """
-    homes = {name: module for module, names in modules.items() for name in names.split()}
+    words = ((module, word.split(":")) for module, names in modules.items() for word in names.split())
+    homes = {names[-1]: (module, names[0]) for module, names in words}
 
     def get(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = homes[name]
-        module = importlib.import_module(f".{home or name}", package)
-        value = getattr(module, name) if home else module
+        home, there = homes[name]
+        module = importlib.import_module(f".{home or there}", package)
+        value = getattr(module, there) if home else module
         setattr(sys.modules[package], name, value)  # the next use finds it at once
         return value
 
@@ -39,4 +40,4 @@ def door(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any]
         own = {name for name in vars(sys.modules[package]) if name.startswith("__")}  # not `door` and `TYPE_CHECKING`
         return sorted(own | {*homes})
 
-    return get, listed, sorted(name for name, home in homes.items() if home)
+    return get, listed, sorted(name for name, (home, _) in homes.items() if home)

@@ -10,8 +10,10 @@ EXTRAS = {
     "hypothesis": "testing",
     "matplotlib": "pictures",
     "mlflow": "mlflow",
+    "safetensors": "trainer",
     "tensorboard": "tensorboard",
     "trackio": "trackio",
+    "transformers": "trainer",
     "wandb": "wandb",
     "yaml": "trainer",
 }

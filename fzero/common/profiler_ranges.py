@@ -28,11 +28,6 @@ from torch.autograd import profiler
 _NO_RANGE = nullcontext()
 
 
-def is_recording() -> bool:
-    """Whether a trace is recorded. False in compiled code, which has ranges of its kernels."""
-    return profiler._is_profiler_enabled and not torch.compiler.is_compiling()
-
-
 def profiler_range(verb: str, what: object = "") -> AbstractContextManager[object]:
     """A context whose code has this name in a trace.
 
@@ -40,7 +35,9 @@ def profiler_range(verb: str, what: object = "") -> AbstractContextManager[objec
     ...     torch.zeros(2).tolist()
     [0.0, 0.0]
     """
-    return profiler.record_function(f"fzero::{verb} {what}".rstrip()) if is_recording() else _NO_RANGE
+    if not profiler._is_profiler_enabled or torch.compiler.is_compiling():  # compiled code has ranges of its kernels
+        return _NO_RANGE
+    return profiler.record_function(f"fzero::{verb} {what}".rstrip())
 
 
 @dataclass(slots=True)
@@ -51,9 +48,8 @@ class OpenRange:
 
     def open(self, verb: str, what: object = "") -> None:
         self.close()
-        if is_recording():
-            self._open = profiler_range(verb, what)
-            self._open.__enter__()
+        self._open = profiler_range(verb, what)
+        self._open.__enter__()
 
     def close(self) -> None:
         if self._open is not None:

@@ -42,7 +42,7 @@ def width_of(report: RenderableType, width: int) -> int:
 
 
 CUT = "…"
-"""The character that rich writes in place of the end of a cell."""
+"""The character that rich writes instead of the end of a cell."""
 
 
 def _rendered(report: RenderableType, width: int) -> str:

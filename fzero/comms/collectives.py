@@ -225,13 +225,13 @@ def start_stack(x: Tensor, axis: Axis, *, label: Label = OTHER) -> Pending:
     x = x.contiguous()
     if pending := _in_one_call(_all_gather, rows, x, axis, None, label):
         return pending
-    gathered = [*map(_as_known, rows)], _as_known(x)
+    gathered = ([*rows], x) if x.dtype in _KNOWN_DTYPES else ([*map(_as_bytes, rows)], _as_bytes(x))
     return Pending(label, _start(label, dist.all_gather, *gathered, axis=axis), None, rows)
 
 
-def _as_known(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor as bytes, where gloo's collectives do not know its dtype, such as an 8-bit float."""
-    return x if x.dtype in _KNOWN_DTYPES else x.view(-1).view(torch.uint8)
+def _as_bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor as bytes. gloo's collectives do not know some dtypes, such as an 8-bit float."""
+    return x.view(-1).view(torch.uint8)
 
 
 def _check_constant(name: str, x: Tensor) -> None:
@@ -361,7 +361,8 @@ def broadcast(x: Tensor, axis: RankAxis, *, source: int = 0, label: Label = OTHE
             return Pending(label, works, None, x).wait()
         dense = x.contiguous()  # gloo sends and writes numel consecutive elements, whatever the strides
         with Explained(label):
-            dist.broadcast(_as_known(dense), axis.global_rank(source), group=axis.group)
+            known = dense if x.dtype in _KNOWN_DTYPES else _as_bytes(dense)
+            dist.broadcast(known, axis.global_rank(source), group=axis.group)
         return x if dense is x else x.copy_(dense)
     return x
 

@@ -85,7 +85,7 @@ def error_feedback(hook: CommHook, *, decay: float = 0.0) -> CommHook:
         raise ValueError(f"error_feedback: decay must be in [0, 1), got {decay!r}; 0 keeps the last round's error only")
 
     def corrected(x: Tensor, error: Tensor, parts: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """The tensor to send in place of `x`, in the error's dtype, and the new error."""
+        """The tensor to send instead of `x`, in the error's dtype, and the new error."""
         sent = x.to(error.dtype) + error
         lost = sent - hook.lossy(parts(sent)).reshape(sent.shape)
         error = decay * error + (1 - decay) * lost

@@ -46,7 +46,7 @@ class Hub:
         self._clear()
 
     def _clear(self) -> None:
-        self._mail: dict[tuple[int, int, int], Any] = {}  # by source, target and number
+        self._mail: dict[tuple[int, int, int], Any] = {}  # (source, target, number) -> value
         self._num_sent: Counter[tuple[int, int]] = Counter()
         self._num_expected: Counter[tuple[int, int]] = Counter()
         self._num_asides: Counter[int] = Counter()
@@ -64,7 +64,8 @@ class Hub:
         errors: list[tuple[int, BaseException]] = []
         # OpenMP keeps the number of its threads per thread: a new thread would use the number from the environment.
         num_threads = torch.get_num_threads()
-        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None  # of this thread
+        # The current stream belongs to the thread.
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
         def run(rank: int) -> None:
             self._turns[rank].acquire()

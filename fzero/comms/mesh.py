@@ -76,11 +76,6 @@ class AxisMesh(Generic[AnyAxis]):
     axes: tuple[AnyAxis, ...]
     replicate_axes: tuple[AnyAxis, ...]
 
-    @property
-    def num_shards(self) -> int:
-        """F."""
-        return math.prod([axis.size for axis in self.axes])
-
     def start_all_gather(
         self,
         shard_S: Tensor,

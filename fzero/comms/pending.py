@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from fzero.comms.lockstep import Hub
 
 SENDER = "fzero-send"
-"""The first part of the names of threads that start sends in place of the caller."""
+"""The first part of the names of threads that start sends instead of the caller."""
 _ABANDONED: list[Pending] = []
 
 
@@ -90,7 +90,7 @@ class Pending:
             raise failed(self.label, error) from error
         finally:
             HERE.waits.pop(thread, None)
-            if not current_thread().name.startswith(SENDER):  # that thread waits in place of the caller
+            if not current_thread().name.startswith(SENDER):  # that thread waits instead of the caller
                 HERE.waited[self.label.purpose] += time.perf_counter() - began
 
 

@@ -90,12 +90,12 @@ class Primitive:
     """A collective over the last dimension of a tensor, with all of its rules; call it with a tensor and an axis.
 
     Args:
-        name: of the collective.
+        name: the name of the collective.
         transpose: the name of its transpose.
         divides: whether this rank's tensor holds a part for each rank. If not, each rank gets the whole tensor.
         joins: whether the result holds the parts of all ranks, in rank order. If not, it is their sum, made in rank order.
         start: starts it on a flat tensor, whose parts are in rank order: (tensor, axis=, label=) → `Pending`.
-        label: of calls without one.
+        label: the label of calls without one.
     """
 
     name: str

@@ -221,7 +221,7 @@ class Stacked:
                 return [x for x in leaves if isinstance(x, Tensor)]
 
             device = next((x.device for x in pytree.tree_leaves(args) if isinstance(x, Tensor) and not x.is_cpu), None)
-            ranks = torch.arange(self.size, device=device)  # where they index the tensors of a step
+            ranks = torch.arange(self.size, device=device)  # on the device of the tensors that they index
             shards = torch.zeros_like(ranks)
             for axis in self._axes:
                 shards = shards * axis.size + axis.index(ranks)

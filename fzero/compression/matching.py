@@ -27,12 +27,12 @@ _PRUNING: tuple[tuple[PruningKind, str, type[nn.Module] | tuple[type[nn.Module],
 
 
 def compression(cfg: Config | Mapping[str, Any] | str, model: nn.Module, *, seed: int = 0) -> CompressionPlan:
-    """What the block `compression_training` of a configuration compresses in a model. It changes neither.
+    """The parameters and inputs that the block `compression_training` compresses in a model. Neither is changed.
 
     Args:
         cfg: a `Config`, a mapping in DeepSpeed's schema, or the path of a JSON file.
         model: any module; only the names, shapes and kinds of its modules and parameters are read.
-        seed: of stochastic rounding and of the first scores.
+        seed: the seed of stochastic rounding and of the first scores.
 
     Raises:
         TypeError: the model is no module.

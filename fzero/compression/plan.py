@@ -56,7 +56,7 @@ class Extra:
 
     @property
     def mask_of(self) -> Mask:
-        """The mask that it is the source of."""
+        """The mask computed from this tensor."""
         assert self.mask is not None
         return self.mask
 
@@ -71,7 +71,7 @@ class Shrink:
     """A dimension that `clean` cuts where a mask is 0.
 
     Attributes:
-        mask: of the pruned module's weight.
+        mask: the mask of the pruned module's weight.
         cut: the tensors that lose elements, each with the dimension.
     """
 
@@ -81,7 +81,7 @@ class Shrink:
 
 @dataclass(frozen=True)
 class CompressionPlan:
-    """What compresses each parameter of a model and each module's input; `print` it. It holds no tensors.
+    """The compression of each parameter of a model and of each module's input; `print` it. It holds no tensors.
 
     It is a transform of its model (`fzero.model.transforms`), which also adds scores, masks and ranges to the modules.
 
@@ -91,7 +91,7 @@ class CompressionPlan:
         extras: the tensors that the techniques add to modules.
         shrinks: the dimensions that `clean` cuts.
         aliases: the second names of tied parameters that are compressed or cut, and of added tensors, each with the first.
-        seed: of stochastic rounding and of the first scores.
+        seed: the seed of stochastic rounding and of the first scores.
     """
 
     params: Mapping[str, tuple[Technique, ...]] = field(default_factory=dict)
@@ -123,7 +123,7 @@ class CompressionPlan:
     # --- pure functions ------------------------------------------------------------------------------------------
 
     def seen(self, name: str, value: Tensor, n: Number, tensors: Tensors) -> Tensor:
-        """What a module sees of a parameter in a forward with n updates behind it.
+        """The value that a module gets for a parameter in a forward after n updates.
 
         Args:
             value: the parameter, gathered whole.

@@ -40,7 +40,7 @@ class Quantize:
         start_bits, target_bits, period: see `formulas.bits_at`; equal bits do not fall.
         num_groups: equal pieces with a scale of their own.
         change_ratio: mixes the weight with its quantized value (`formulas.share_at`); None does not.
-        salt: of the noise of stochastic rounding; None rounds to the nearest.
+        salt: the salt of the noise of stochastic rounding; None rounds to the nearest.
     """
 
     target_bits: int

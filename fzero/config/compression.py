@@ -20,7 +20,7 @@ Symmetry = Annotated[Literal["symmetric", "asymmetric"], LOWER]
 
 
 def _lists(value: Any) -> Any:
-    """Related modules with one text in place of a list."""
+    """Related modules with one text instead of a list."""
     if isinstance(value, list | tuple):
         return [[item] if isinstance(item, str) else item for item in value]
     return value
@@ -67,7 +67,7 @@ class MixedQuantization(Block):
 
 
 class WeightQuantizationShared(Block):
-    """What all groups of weight quantization have in common."""
+    """Settings shared by all groups of weight quantization."""
 
     enabled: bool = False
     """Whether weights are quantized."""
@@ -105,7 +105,7 @@ class WeightQuantizationParams(Block):
 
 
 class ActivationQuantizationShared(Block):
-    """What all groups of activation quantization have in common."""
+    """Settings shared by all groups of activation quantization."""
 
     enabled: bool = False
     """Whether the inputs of modules are quantized."""
@@ -125,7 +125,7 @@ class ActivationQuantizationParams(Block):
 
 
 class PruningShared(Block):
-    """What all groups of row and of channel pruning have in common."""
+    """Settings shared by all groups of row and of channel pruning."""
 
     enabled: bool = False
     """Whether weights are pruned."""
@@ -136,7 +136,7 @@ class PruningShared(Block):
 
 
 class SparsePruningShared(PruningShared):
-    """What all groups of sparse pruning have in common."""
+    """Settings shared by all groups of sparse pruning."""
 
     @model_validator(mode="before")
     @classmethod
@@ -150,7 +150,7 @@ class SparsePruningShared(PruningShared):
 
 
 class HeadPruningShared(Block):
-    """What all groups of head pruning have in common."""
+    """Settings shared by all groups of head pruning."""
 
     enabled: bool = False
     """Whether heads are pruned."""
@@ -169,7 +169,7 @@ class HeadPruningShared(Block):
 
 
 class PruningParams(Block):
-    """What one group of pruned modules keeps."""
+    """The part of its modules that a group keeps."""
 
     dense_ratio: Ratio
     """The share that is kept: ⌈ratio · count⌉ of the elements, rows, heads or channels."""
@@ -213,7 +213,7 @@ class PruningGroup(Group):
     """Modules that are pruned alike."""
 
     params: PruningParams
-    """What is kept of them."""
+    """The part that is kept."""
 
 
 class _Technique(Block):
@@ -252,7 +252,7 @@ class WeightQuantization(_Technique):
     """Weights with few bits."""
 
     shared_parameters: WeightQuantizationShared = WeightQuantizationShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, WeightGroup] = Field(default_factory=dict)
     """Groups by any name."""
 
@@ -272,7 +272,7 @@ class ActivationQuantization(_Technique):
     """Inputs of modules with few bits."""
 
     shared_parameters: ActivationQuantizationShared = ActivationQuantizationShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, ActivationGroup] = Field(default_factory=dict)
     """Groups by any name."""
 
@@ -281,7 +281,7 @@ class SparsePruning(_Technique):
     """Elements of weights that are 0."""
 
     shared_parameters: SparsePruningShared = SparsePruningShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict)
     """Groups by any name."""
 
@@ -290,7 +290,7 @@ class RowPruning(_Technique):
     """Rows of weights, and elements of biases, that are 0."""
 
     shared_parameters: PruningShared = PruningShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict)
     """Groups by any name."""
 
@@ -299,7 +299,7 @@ class HeadPruning(_Technique):
     """Heads of attention that are 0: columns of its output matrix."""
 
     shared_parameters: HeadPruningShared = HeadPruningShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict)
     """Groups by any name."""
 
@@ -308,7 +308,7 @@ class ChannelPruning(_Technique):
     """Output channels of convolutions that are 0."""
 
     shared_parameters: PruningShared = PruningShared()
-    """What all groups have in common."""
+    """Settings shared by all groups."""
     different_groups: dict[str, PruningGroup] = Field(default_factory=dict)
     """Groups by any name."""
 

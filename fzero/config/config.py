@@ -119,7 +119,7 @@ class Config(Block):
     communication_data_type: Dtype | None = None
     """The dtype in which gradients are sent; null is that of the parameters."""
     data_types: DataTypes = DataTypes()
-    """Each dtype by itself."""
+    """The dtypes, one by one."""
     fp16: FP16 = FP16()
     """Mixed precision with fp16 and a scaled loss."""
     bf16: BF16 = Field(BF16(), alias="bfloat16")

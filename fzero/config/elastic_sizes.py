@@ -8,7 +8,7 @@ have as many divisors as possible:
    the cap, is a candidate.
 3. The candidate that the most numbers of ranks divide is taken; among equals the larger one, or the smaller one on request.
 
-That is version 0.1. Version 0.2 counts nodes in place of ranks. Where the present number of ranks is none of those that can
+That is version 0.1. Version 0.2 counts nodes instead of ranks. Where the present number of ranks is none of those that can
 train the batch, it takes a batch for this number alone. With model parallelism, a node has as many data-parallel ranks as it
 has groups of `model_parallel_size` GPUs.
 """

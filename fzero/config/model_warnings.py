@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from fzero.attention.modules import SparseSelfAttention
 from fzero.config.sparse_attention import KEYS, SparseAttention
 
 
@@ -18,8 +17,8 @@ def unused_sparse_attention(block: SparseAttention, model: nn.Module) -> Iterato
             f"sparse_attention: mode {block.mode!r} has no option {', '.join(lacks)}, which DeepSpeed does not read there "
             f"either; leave it out, or give it to the SparsityConfig"
         )
-    if not any(isinstance(module, SparseSelfAttention) for module in model.modules()):
+    if not any(hasattr(module, "sparsity_config") for module in model.modules()):
         yield (
             "sparse_attention: no module of the model is a SparseSelfAttention, so that attention is what the model's code makes "
-            "it; build one from cfg.sparse_attention.sparsity_config(num_heads) (docs/attention.md), or leave the block out"
+            "it; build one from SparsityConfig.of(cfg.sparse_attention, num_heads) (docs/attention.md), or leave the block out"
         )

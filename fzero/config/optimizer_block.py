@@ -49,7 +49,7 @@ class OptimizerBlock(Block):
         return float(self.params.lr)
 
     def is_elementwise(self, kind: str) -> bool:
-        """Whether the update rule `kind` treats each element by itself."""
+        """Whether the update rule `kind` treats each element separately."""
         return True
 
     def kind_of(self, name: str, shape: tuple[int, ...]) -> str:

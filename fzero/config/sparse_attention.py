@@ -1,4 +1,4 @@
-"""The block `sparse_attention`: from it the model's code makes its `SparsityConfig`, or a pattern."""
+"""The block `sparse_attention`: from it the model's code makes a pattern, or DeepSpeed's `SparsityConfig`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import model_validator
 
 from fzero.attention.patterns import PATTERNS
-from fzero.attention.sparsity_config import KINDS
 from fzero.config.fields import Block, Count, Elements
 
 if TYPE_CHECKING:
     from fzero.attention.patterns import Pattern
-    from fzero.attention.sparsity_config import SparsityConfig
 
 KEYS: dict[str, str] = {
     "dense": "",
@@ -75,10 +73,6 @@ class SparseAttention(Block):
     def pattern(self) -> Pattern:
         """The pattern, which makes layouts of any length."""
         return PATTERNS[self.mode](**self.options)
-
-    def sparsity_config(self, num_heads: int, *, seed: int = 0) -> SparsityConfig:
-        """The `SparsityConfig` for a number of heads, as `SparseSelfAttention` takes it."""
-        return KINDS[self.mode](num_heads, self.block, **self.options, seed=seed)
 
     def as_read(self) -> dict[str, Any]:
         """The mode, the block and the mode's options, as DeepSpeed's reader returns them."""

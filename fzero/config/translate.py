@@ -48,7 +48,7 @@ def prepare(model, blocks, device="cuda"):
     for block in blocks:
         fully_shard(block, **how)
     fully_shard(model, **how)
-    return torch.optim.{optimizer}(model.parameters(), {arguments})
+    return torch.optim.{optimizer}(model.parameters(){arguments})
 
 
 def step(model, optimizer, micro_batches, loss_fn):
@@ -88,16 +88,19 @@ def to_fsdp2(shown: ShownConfig, source: str) -> str:
     if optimizer == "Adam" and now.get("optimizer.params.adam_w_mode"):
         name = "AdamW"  # as DeepSpeed reads it
     given = {key: now.get(f"optimizer.params.{key}") for key in arguments}
+    known = {*TRANSLATED, *(f"optimizer.params.{key}" for key in arguments)}
+    autos = [key for key in sorted(known) if now.get(key) == "auto"]
     param = cfg.precision.param_dtype or "float32"
     reduce = cfg.precision.reduce_dtype or param
     is_narrow = param != "float32"
     clips = f"    torch.nn.utils.clip_grad_norm_(model.parameters(), {now['gradient_clipping']})\n"
-    known = {*TRANSLATED, *(f"optimizer.params.{key}" for key in arguments)}
     left = [
         f"# not translated: {key} = {value}"
         for key, value, kind, _ in shown.rows()
         if key not in known and kind in ("given", "conflict", "not yet")
     ]
+    if autos:
+        left.append(f"# left out, because only transformers' Trainer fills in auto: {', '.join(autos)}")
     if every := cfg.activation_checkpointing.every:
         left.append(
             f"# before prepare: wrap each {every}. block by torch's checkpoint_wrapper (activation_checkpointing.every)"
@@ -112,9 +115,9 @@ def to_fsdp2(shown: ShownConfig, source: str) -> str:
         offload="OffloadPolicy()" if offloads is None else f"CPUOffloadPolicy(pin_memory={offloads.pin_memory})",
         reshards=cfg.zero_optimization.stage == 3,
         optimizer=name,
-        arguments=", ".join(f"{key}={value!r}" for key, value in given.items() if value is not None),
+        arguments="".join(f", {key}={value!r}" for key, value in given.items() if value not in (None, "auto")),
         num_micro=cfg.gradient_accumulation_steps or 1,
-        clipping=clips if now["gradient_clipping"] else "",
+        clipping="" if now["gradient_clipping"] in (None, 0, "auto") else clips,
     )
 
 
@@ -131,15 +134,21 @@ _ABOUT_THE_MODULE = (
 
 
 def from_fsdp2(block: Mapping[str, Any]) -> Translated:
-    """A configuration from an `fsdp_config` of accelerate or transformers, whose keys may begin with `fsdp_`.
+    """A configuration from an `fsdp_config` of accelerate or transformers, or from all arguments of its Trainer.
+
+    The keys may begin with `fsdp_`.
 
     >>> from_fsdp2({"fsdp_version": 2, "fsdp_reshard_after_forward": True, "fsdp_offload_params": True})
     ({'zero_optimization': {'stage': 3, 'offload_param': {'device': 'cpu'}, 'offload_optimizer': {'device': 'cpu'}}}, [])
     """
-    found = {key.removeprefix("fsdp_"): value for key, value in block.items()}
+    inner = block.get("fsdp_config") or {}
+    found = {key.removeprefix("fsdp_"): value for key, value in {**block, **inner}.items() if key != "fsdp_config"}
+    words = str(found.pop("fsdp", "")).upper().split()  # "full_shard offload auto_wrap"
     zero: dict[str, Any] = {"stage": 3}
     made: dict[str, Any] = {"zero_optimization": zero}
     reshards, strategy = found.pop("reshard_after_forward", None), found.pop("sharding_strategy", None)
+    if strategy is None and reshards is None:
+        strategy = next((word for word in words if word in (*_STRATEGIES, "HYBRID_SHARD")), None)
     named = strategy if strategy is not None else reshards if isinstance(reshards, str) else None
     if named is not None and str(named).lower() not in ("true", "false"):
         stage = _STRATEGIES.get(str(named).upper())
@@ -151,7 +160,7 @@ def from_fsdp2(block: Mapping[str, Any]) -> Translated:
         zero["stage"] = stage
     elif str(reshards).lower() == "false":
         zero["stage"] = 2
-    if found.pop("offload_params", False) or found.pop("cpu_offload", False):
+    if found.pop("offload_params", False) or found.pop("cpu_offload", False) or "OFFLOAD" in words:
         zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     if found.pop("activation_checkpointing", False):
         made["activation_checkpointing"] = {"every": 1}

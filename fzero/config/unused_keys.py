@@ -32,7 +32,7 @@ AUTO = "transformers' Trainer fills it in; elsewhere left to fzero: the default,
 
 
 class Note(NamedTuple):
-    """A key that was read and has no effect, by itself or (`conflict`) beside the other keys."""
+    """A key that was read and has no effect, alone or (`conflict`) beside the other keys."""
 
     key: str
     value: Any
@@ -127,7 +127,7 @@ def children(name: str) -> set[str]:
 
 
 MOST_PLACES = 3
-"""Of a key in other blocks; one that stands in more of them, such as `enabled`, says nothing about the block."""
+"""A key of more blocks than this, such as `enabled`, does not show which block was meant."""
 
 
 def unknown_key(location: str, honoured: Collection[str] = (), everywhere: Collection[str] = ()) -> str:

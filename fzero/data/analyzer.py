@@ -50,7 +50,7 @@ def measure(
     """The number of samples of each batch, and what the functions give for it.
 
     Args:
-        functions: of a collated batch; they run where the batch is loaded.
+        functions: the functions of a collated batch; they run where the batch is loaded.
         indices: the samples, in this order.
         workers: processes that load and measure; 0 is this one.
         progress: `progress(done, of)` is called after each batch.

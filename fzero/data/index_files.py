@@ -35,8 +35,8 @@ class Rows:
     """Rows of integers: all values one after the other (a memory map), and each row's length.
 
     Attributes:
-        values: of all rows.
-        sizes: of each row.
+        values: the values of all rows.
+        sizes: the sizes of each row.
     """
 
     values: Integers
@@ -100,8 +100,8 @@ def write_rows(path: str | Path, values: Integers, sizes: Sequence[int] | Intege
     """Writes rows to `PATH.bin` and `PATH.idx`; files that are there are replaced.
 
     Args:
-        values: of all rows, one after the other.
-        sizes: of each row.
+        values: the values of all rows, one after the other.
+        sizes: the sizes of each row.
     """
     kind = np.dtype(dtype)
     code = next(code for code, known in _DTYPES.items() if np.dtype(known) == kind)

@@ -55,9 +55,9 @@ class CurriculumSampler:
     """Indices of batches.
 
     Args:
-        num_samples: of the dataset.
+        num_samples: the number of samples of the dataset.
         admissions: the metrics by name; without any every sample is admitted.
-        seed: of the permutations.
+        seed: the seed of the permutations.
 
     >>> metric = Metric.of([1, 2, 3, 4])
     >>> sampler = CurriculumSampler(4, {"length": Admission(lambda g: 2 if g < 3 else 4, metric)})

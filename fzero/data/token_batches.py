@@ -80,7 +80,7 @@ def batches_by_tokens(
         size = (stop - start) // together
         if size < min_size:
             if start + together * min_size > len(fitting):
-                break  # what is left fills none
+                break  # the samples left do not fill a batch
             raise ValueError(
                 f"batches_by_tokens: micro-batches of min_size {min_size} must fit in max_tokens {max_tokens}, and from sample "
                 f"{fitting[start][1]} on they do not; lower min_batch_size, or raise max_tokens"

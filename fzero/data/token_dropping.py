@@ -47,13 +47,13 @@ def kept_tokens(key: Number, samples_B: Tensor, *, num: int, of: int) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """What the choices of one forward are made of.
+    """The inputs of the random choices of one forward.
 
     Attributes:
         length: r.
         n: the number of updates so far.
         micro: the number of the forward since the last update.
-        rank: of this process.
+        rank: the rank of this process.
         num_micro: micro-batches of an update.
     """
 
@@ -86,7 +86,7 @@ class RandomLTD:
         gathers: arguments with the sequence dimension of hidden states: tensors, or tuples of them.
         keeps: arguments that happen to have a dimension of S, and stay as they are.
         order: the first two dimensions of the hidden states, which are a layer's first argument.
-        seed: of the choices.
+        seed: the seed of the choices.
     """
 
     layers: Sequence[int]

@@ -1,50 +1,89 @@
 """DeepSpeed's names for fzero's functions: `import fzero.deepspeed as deepspeed`.
 
-Thin modules in DeepSpeed's own layout, implemented in other rooms. A name that is missing here has no counterpart in fzero.
-After `install()` a script's own `import deepspeed` gives this package (`fzero.deepspeed.alias`).
+Thin modules in DeepSpeed's own layout, on top of `engine`, `formats`, `integrations`, `topology` and `estimators`, which have
+names of fzero's own. Modules that only pass names on are rows of `table`. All is imported at its first use. A name that is
+missing here has no counterpart in fzero. After `install()` a script's own `import deepspeed` gives this package
+(`fzero.deepspeed.alias`).
 """
 
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
-from fzero.deepspeed import (
-    accelerator,
-    checkpoint,
-    comm,
-    elasticity,
-    git_version_info,
-    launcher,
-    moe,
-    ops,
-    pipe,
-    profiling,
-    runtime,
-    utils,
-)
-from fzero.deepspeed.accelerator import get_accelerator
-from fzero.deepspeed.alias import install
-from fzero.deepspeed.comm import init_distributed
-from fzero.deepspeed.pipe import PipelineModule
-from fzero.deepspeed.runtime import zero
-from fzero.deepspeed.runtime.activation_checkpointing import checkpointing
-from fzero.deepspeed.runtime.config import ADAM_OPTIMIZER, LAMB_OPTIMIZER, DeepSpeedConfig, DeepSpeedConfigError
-from fzero.deepspeed.runtime.dataloader import DeepSpeedDataLoader
-from fzero.deepspeed.runtime.engine import DeepSpeedOptimizerCallable, DeepSpeedSchedulerCallable
-from fzero.deepspeed.runtime.lr_schedules import add_tuning_arguments
-from fzero.deepspeed.utils import OnDevice, log_dist, logger
-from fzero.engine.engine import Engine
-from fzero.engine.initialize import initialize
-from fzero.engine.optimizer import ConfiguredScheduler, WrappingOptimizer
+from fzero.deepspeed.exports import make_modules, names_of
+from fzero.deepspeed.table import MODULES, PACKAGE
 
-DeepSpeedEngine = Engine
-DeepSpeedOptimizer = WrappingOptimizer
-dist = comm
-__version__ = version = git_version_info.version
+make_modules()
+
+if TYPE_CHECKING:
+    from fzero.deepspeed import (
+        accelerator as accelerator,
+        checkpoint as checkpoint,
+        comm as comm,
+        elasticity as elasticity,
+        git_version_info as git_version_info,
+        launcher as launcher,
+        moe as moe,
+        ops as ops,
+        pipe as pipe,
+        profiling as profiling,
+        runtime as runtime,
+        utils as utils,
+    )
+    from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
+    from fzero.deepspeed.alias import install as install
+    from fzero.deepspeed.comm import init_distributed as init_distributed
+    from fzero.deepspeed.engine.dataloader import ResumableLoader
+    from fzero.deepspeed.engine.engine import Engine
+    from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.deepspeed.engine.optimizer import (
+        ConfiguredScheduler as ConfiguredScheduler,
+        WrappingOptimizer,
+    )
+    from fzero.deepspeed.formats.export import export_deepspeed as export_deepspeed
+    from fzero.deepspeed.formats.load import (
+        convert_deepspeed as convert_deepspeed,
+        import_deepspeed as import_deepspeed,
+    )
+    from fzero.deepspeed.runtime import zero as zero
+    from fzero.deepspeed.runtime.activation_checkpointing import checkpointing as checkpointing
+    from fzero.deepspeed.runtime.config import (
+        ADAM_OPTIMIZER as ADAM_OPTIMIZER,
+        LAMB_OPTIMIZER as LAMB_OPTIMIZER,
+        DeepSpeedConfig as DeepSpeedConfig,
+        DeepSpeedConfigError as DeepSpeedConfigError,
+    )
+    from fzero.deepspeed.runtime.engine import (
+        DeepSpeedOptimizerCallable as DeepSpeedOptimizerCallable,
+        DeepSpeedSchedulerCallable as DeepSpeedSchedulerCallable,
+    )
+    from fzero.deepspeed.runtime.lr_schedules import add_tuning_arguments as add_tuning_arguments
+    from fzero.deepspeed.runtime.pipe.module import PipelineModule as PipelineModule
+    from fzero.deepspeed.utils import OnDevice as OnDevice, log_dist as log_dist, logger as logger
+
+    DeepSpeedDataLoader, DeepSpeedEngine, DeepSpeedOptimizer, dist = ResumableLoader, Engine, WrappingOptimizer, comm
+else:
+    find, listed, __all__ = names_of("fzero.deepspeed", PACKAGE)
+    __all__ = sorted([*__all__, *MODULES, "add_config_arguments", "version"])
+
+    def __dir__():
+        return sorted({*listed(), *__all__})
+
+    def __getattr__(name):
+        try:
+            return find(name)
+        except AttributeError:
+            raise AttributeError(
+                f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no mixtures of experts, "
+                f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
+            ) from None
+
+
+__version__ = version = "0.19.6"
 """The version of DeepSpeed whose keys and methods these are."""
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 6
-__git_hash__, __git_branch__ = git_version_info.git_hash, git_version_info.git_branch
+__git_hash__, __git_branch__ = "fzero", "fzero"
 
 
 def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
@@ -56,50 +95,3 @@ def add_config_arguments(parser: ArgumentParser) -> ArgumentParser:
         text = "JSON file, as DeepSpeed has it" if name == "deepspeed" else SUPPRESS
         group.add_argument(f"--{name}_config", default=None, type=str, help=text)
     return parser
-
-
-def __getattr__(name: str) -> NoReturn:
-    raise AttributeError(
-        f"fzero.deepspeed has no {name!r}: fzero trains with ZeRO 0 to 3 and offload, and has no mixtures of experts, "
-        f"tensor parallelism or inference kernels; docs/deepspeed.md lists the names that it has"
-    )
-
-
-__all__ = [
-    "ADAM_OPTIMIZER",
-    "LAMB_OPTIMIZER",
-    "ConfiguredScheduler",
-    "DeepSpeedConfig",
-    "DeepSpeedConfigError",
-    "DeepSpeedDataLoader",
-    "DeepSpeedEngine",
-    "DeepSpeedOptimizer",
-    "DeepSpeedOptimizerCallable",
-    "DeepSpeedSchedulerCallable",
-    "OnDevice",
-    "PipelineModule",
-    "accelerator",
-    "add_config_arguments",
-    "add_tuning_arguments",
-    "checkpoint",
-    "checkpointing",
-    "comm",
-    "dist",
-    "elasticity",
-    "get_accelerator",
-    "git_version_info",
-    "init_distributed",
-    "initialize",
-    "install",
-    "launcher",
-    "log_dist",
-    "logger",
-    "moe",
-    "ops",
-    "pipe",
-    "profiling",
-    "runtime",
-    "utils",
-    "version",
-    "zero",
-]

@@ -26,24 +26,21 @@ from typing import Any
 
 from fzero.deepspeed.missing import message, stand_in
 from fzero.deepspeed.names import ROOT, Definition, modules, names_of, origin, submodules
+from fzero.deepspeed.table import EXPORTS
 
 OWN = "fzero.deepspeed"
 FOLDER = Path(__file__).with_name("alias_path")
 PYTHON = "FZERO_PYTHON"
 """The variable with the interpreter of the command `deepspeed`."""
 
-INTERNAL = {f"{OWN}.{name}" for name in ("__main__", "alias", "alias_path", "missing", "names")}
-"""The modules of the alias itself, which have no names of DeepSpeed."""
-
 
 @cache
 def own_modules() -> frozenset[str]:
     """The modules of DeepSpeed of which fzero has its own, `fzero.` before their names."""
     package = import_module(OWN)
-    found = {info.name for info in walk_packages(package.__path__, f"{OWN}.")} - INTERNAL
-    return frozenset(
-        {ROOT} | {name.removeprefix("fzero.") for name in found if not name.startswith(f"{OWN}.alias_path.")}
-    )
+    found = {info.name.removeprefix("fzero.") for info in walk_packages(package.__path__, f"{OWN}.")}
+    found |= {f"{ROOT}.{name}" for name in EXPORTS}
+    return frozenset({ROOT} | {name for name in found if name in modules()})
 
 
 def find(module: str, name: str) -> Any:
@@ -179,7 +176,7 @@ def _own_name(theirs: str) -> str | None:
     """fzero's module for a module of DeepSpeed's name."""
     own = f"fzero.{theirs}"
     try:
-        return own if util.find_spec(own) is not None else None
+        return own if theirs in modules() and util.find_spec(own) is not None else None
     except ModuleNotFoundError:  # fzero has no such package above it
         return None
 

@@ -1,25 +1,19 @@
-"""The stateful facade for DeepSpeed's scripts: `initialize`, and the engine that it returns.
+"""The stateful facade for DeepSpeed's scripts (`fzero.deepspeed.engine`): `initialize`, and the engines that it returns."""
 
-May import: checkpoint, profiling and below. Begin with `fzero.engine.initialize`.
-"""
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "accessors",
-    "checkpoints",
-    "client_optimizers",
-    "config_keys",
-    "dataloader",
-    "engine",
-    "facade",
-    "initialize",
-    "module",
-    "monitor",
-    "optimizer",
-    "optimizer_state",
-    "param_status",
-    "param_views",
-    "settings",
-    "settings_table",
-    "step_log",
-    "timers",
-]
+from fzero.common.doors import door
+
+if TYPE_CHECKING:
+    from fzero.deepspeed.engine.engine import Engine as Engine
+    from fzero.deepspeed.engine.initialize import initialize as initialize
+    from fzero.deepspeed.engine.pipeline_engine import PipelineEngine as PipelineEngine
+else:
+    __getattr__, __dir__, __all__ = door(
+        __name__,
+        {
+            ".deepspeed.engine.engine": "Engine",
+            ".deepspeed.engine.initialize": "initialize",
+            ".deepspeed.engine.pipeline_engine": "PipelineEngine",
+        },
+    )

@@ -25,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,8 +40,7 @@ from fzero.plans.machine_model import MachineModel, OperatorKind
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.plans.units import blocks_of
-from fzero.runtime.batches import map_tensors, without_memory
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.batches import LossFn, loss_of, map_tensors, without_memory
 from fzero.storage.buffer_sizes import pinned_nbytes
 from fzero.transforms.checkpointing import Moves, Site, checkpointed, choose_modules
 from sharding.views import torch_dtype
@@ -66,7 +67,7 @@ class TraceEvent(NamedTuple):
     """
 
     kind: Literal["begin", "fetch", "boundary", "unpack", "grad"]
-    name: str = ""  # of the parameter
+    name: str = ""  # the parameter's name
     most: int = 0  # the peak of activations
     now: int = 0  # activations when the event starts
     work: tuple[OperatorCost, ...] = ()
@@ -207,7 +208,7 @@ def _work_of(func: Any, flops: int, args: tuple[Any, ...], out: Any) -> Operator
     read = tensors_in(args)
     if name == "embedding":  # reads only the rows of the table that it returns
         read = read[1:] + made
-    is_wide = made[0].dtype.itemsize > 2  # of operators that are counted; attention also reads sums in fp32
+    is_wide = made[0].dtype.itemsize > 2  # counted operators only; attention also reads sums in fp32
     kind: OperatorKind = (
         "attention" if "attention" in name else "pointwise" if any(x in name for x in _FUNCTIONS) else ""
     )
@@ -241,7 +242,7 @@ def trace_activations(
             follows the configuration.
         on_host: whether their inputs are kept in host memory; None follows `cpu_checkpointing`.
         device: where the model is; on the CPU inputs are in host memory already.
-        changes: of transforms, whose views give modules other values than the parameters.
+        changes: the changes of transforms, whose views give modules other values than the parameters.
 
     Raises:
         ValueError: the model cannot run on this batch, needs the values of tensors, or returns no loss.
@@ -288,8 +289,6 @@ def faked(
     Args:
         trained: see `fzero.plans.PlanSpec`.
     """
-    from torch._subclasses import FakeTensorMode
-
     # The dtypes do not depend on the stage, and nothing here depends on the configured number of samples.
     alone = cfg.model_copy(
         update={
@@ -377,7 +376,6 @@ def _buffers(model: nn.Module, layout: Plan) -> dict[str, Tensor]:
 @contextmanager
 def _with_fix(model: nn.Module) -> Iterator[None]:
     """Adds a fix to errors of the model; the body's own ValueErrors pass."""
-    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     def drop(record: logging.LogRecord) -> bool:
         return False

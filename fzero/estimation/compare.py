@@ -35,7 +35,7 @@ from fzero.plans.machine_model import MachineModel
 from fzero.plans.mesh_axes import describe
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn
 from fzero.runtime.step_spec import StepSpec
 from sharding import Mesh
 from sharding.dtypes import itemsize
@@ -90,7 +90,7 @@ class Candidate:
             the device, at the peak, `gathers`, `reductions`, `arrivals` (receive buffers of reductions), `streams`,
             `activations`, and on the CPU `kept` (pooled) buffers; in host memory `sub-groups` in transfer, and `activations`
             kept there for the backward.
-        tokens: of all ranks in a step; 0 without a batch of tokens.
+        tokens: the number of tokens of all ranks in a step; 0 without a batch of tokens.
         generating: the bytes between two steps while a rank generates, if they are asked for.
     """
 
@@ -315,7 +315,7 @@ def column(
     """Plans one configuration.
 
     Args:
-        trace: of the activations, with the same dtypes, checkpointing and device.
+        trace: the trace of the activations, with the same dtypes, checkpointing and device.
         cache: the bytes of keys and values while a rank generates; None does not count generation.
         changes: the changes of transforms, besides those that the configuration asks for.
 

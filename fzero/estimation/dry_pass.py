@@ -49,7 +49,7 @@ class DryPass:
 
     Args:
         viewed: the names of the parameters of which modules see other values.
-        sizes: of values that have others than the parameter.
+        sizes: the sizes of values whose size is not the parameter's.
     """
 
     def __init__(self, ledger: MemoryLedger, viewed: Collection[str] = (), sizes: Mapping[str, Size] = {}) -> None:
@@ -60,8 +60,8 @@ class DryPass:
         self._units = {unit.name: unit for unit in self.plan.units}
         self._flats = {buffer.key: buffer for buffer in self.plan.flat_buffers}
         self._gathers: dict[str, _Gather] = {}
-        self._prefetched: dict[str, float] = {}  # by key, when the shard is here
-        self._filling: dict[str, tuple[GradHome, Taken | None]] = {}  # by key; None is the gradient's own memory
+        self._prefetched: dict[str, float] = {}  # per key: the time when the shard has arrived
+        self._filling: dict[str, tuple[GradHome, Taken | None]] = {}  # per key; None is the gradient's own memory
         self._in_flight: deque[_Reduction] = deque()
         self._holds: dict[str, Holds] = {buffer.key: "nothing" for buffer in self.plan.flat_buffers}
 

@@ -43,7 +43,7 @@ class DryRun:
     Attributes:
         memory: bytes of model state by kind of memory and quantity (`Plan.bytes_by_memory`).
         rows: the other bytes in use, sample by sample.
-        timeline: of at most two micro-steps.
+        timeline: the timeline of at most two micro-steps.
         further_seconds: the time of the micro-steps that the timeline leaves out.
         host_pool: bytes of host buffers through which files are read and written, and through which the CPU updates state that
             is on the device.
@@ -146,12 +146,12 @@ def dry_run(
 
     Args:
         plan: for any number of ranks.
-        trace: of one micro-step, of the same model on the same device.
+        trace: the trace of one micro-step, of the same model on the same device.
         machine: the rates of one rank.
         device: where the model is; on the CPU the collectives are gloo's.
-        title: of the timeline.
+        title: the title of the timeline.
         viewed: the parameters of which modules see other values (`fzero.model.transforms.ParamView`).
-        sizes: of values that have others than the parameter.
+        sizes: the sizes of values whose size is not the parameter's.
     """
     machine = machine or MachineModel()
     parts = parts_of(plan.inner, trace, machine)

@@ -16,7 +16,7 @@ from fzero.estimation.activation_trace import Activations
 from fzero.estimation.compare import Candidate, Keys, column, placed, quietly
 from fzero.estimation.ledger import Device
 from fzero.plans.machine_model import MachineModel
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn
 
 SMALL_BUCKET = 1 << 22
 """The `reduce_bucket_size` that is tried where memory is short: elements of full gradients that await their reduction."""

@@ -31,7 +31,7 @@ from fzero.estimation.generation import Answers, Generating, cache_nbytes
 from fzero.estimation.ledger import Device
 from fzero.estimation.pipelines import PipelinePlan, best_pipelines
 from fzero.plans.machine_model import MachineModel
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn
 
 Progress = Callable[[int, int], None]
 """A function that gets the number of configurations planned so far, and of all."""
@@ -64,7 +64,7 @@ class Fit:
         ladder: one change after the other.
         notes: what the search did not try or count.
         machine: the rates of one rank that its seconds are for.
-        num_samples: of the planned micro-batch; None without a batch.
+        num_samples: the number of samples of the planned micro-batch; None without a batch.
         pipelines: the same configuration in pipelines of any number of stages, with as many samples in a step: those that fit,
             fastest first. Only with a batch, and ZeRO stage 0 or 1 in the configuration.
     """

@@ -30,13 +30,13 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Generating:
-    """Bytes on the device between two steps, while a rank generates. What a forward computes is not counted.
+    """Bytes on the device between two steps, while a rank generates. Activations of a forward are not counted.
 
     Attributes:
-        state: of the model state.
-        copy: of the divided parameters in full (`by="copy"`).
-        gathers: of the units that are gathered at once (`by="unit"`), at the most.
-        cache: of the keys and values of all tokens.
+        state: the bytes of the model state.
+        copy: the bytes of the divided parameters in full (`by="copy"`).
+        gathers: the bytes of the units that are gathered at once (`by="unit"`), at the most.
+        cache: the bytes of the keys and values of all tokens.
     """
 
     state: int

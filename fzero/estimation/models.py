@@ -25,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from fzero.common.optional import MissingPackageError, package
+
 COUNT = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*([KMBT]?)", re.IGNORECASE)
 SCALES = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 HEAD, VOCABULARY = 128, 32_000
@@ -198,7 +200,7 @@ def _imported(word: str) -> NamedModel:
 def _called(word: str, field: str, what: str) -> Any:
     module_name, _, name = word.partition(":")
     if "" not in sys.path:
-        sys.path.insert(0, "")  # as `python -m` has it
+        sys.path.insert(0, "")  # as with `python -m`
     try:
         made: Any = importlib.import_module(module_name)
         for part in name.split("."):
@@ -216,13 +218,13 @@ def _called(word: str, field: str, what: str) -> Any:
 
 def _transformers() -> Any:
     try:
-        import transformers
-    except ImportError as error:
-        raise ModelError(
-            f"model: a model of transformers needs that package, which is not installed ({error}); install it, or "
-            f"pass a count such as 7B, or an import path such as pkg.mod:fn"
-        ) from None
-    return transformers
+        return package(
+            "transformers",
+            needed_by="model: a model of transformers",
+            instead="pass a count such as 7B, or an import path such as pkg.mod:fn",
+        )
+    except MissingPackageError as error:
+        raise ModelError(str(error)) from None
 
 
 class _Unfilled(TorchFunctionMode):

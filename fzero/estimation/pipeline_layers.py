@@ -34,7 +34,7 @@ class PlannedLayers:
 
     Attributes:
         names: the unit of each layer.
-        costs: of each layer; its state is that of a rank among `data` ranks.
+        costs: the costs of each layer; its state is that of a rank among `data` ranks.
         numels: parameters of each layer.
         sent: bytes that a rank sends after the last backward for the parameters of each layer.
         data: the number of ranks that share a stage.
@@ -68,8 +68,8 @@ def layer_costs(
     """The layers of a traced model, with their costs.
 
     Args:
-        planned: of the ranks that share a stage.
-        trace: of one micro-batch.
+        planned: the number of the ranks that share a stage.
+        trace: the trace of one micro-batch.
         machine: the rates.
         layer_of: the layer of a parameter; by default its unit.
     """
@@ -98,7 +98,7 @@ def layer_costs(
 def _visits(trace: ActivationTrace, machine: MachineModel, layer_of: Callable[[str], str]) -> list[_Layer]:
     """Time and memory of the layers, from the events of their parameters."""
     layers, place, before, in_forward = list[_Layer](), 0, 0, True
-    seconds_before = 0.0  # of what runs before the first layer
+    seconds_before = 0.0  # time before the first layer
     for event, seconds in zip(trace.events, trace.seconds(machine), strict=True):
         in_forward = in_forward and event.kind != "boundary"
         if in_forward:
@@ -153,12 +153,12 @@ class TracedLayers:
 
     Args:
         model: a module, whose units are the layers; or a `PipelineModule`, which needs no weights.
-        cfg: of the step.
+        cfg: the configuration of the step.
         batch: one rank's samples of a micro-batch, possibly on `meta`; of a `PipelineModule` (inputs, labels).
         machine: the rates.
         loss_fn: see `make_train_step`; of a `PipelineModule` `loss_fn(outputs, labels)`. None takes its own.
         device: where the layers are.
-        trace: of the same model, configuration and batch, where there is one.
+        trace: the trace of the same model, configuration and batch, where there is one.
 
     Raises:
         ValueError: the `PipelineModule` has no loss function, or the model does not run on the batch.
@@ -283,7 +283,7 @@ def _layer_of(name: str) -> str:
 
 
 def _of_module(model: PipelineModule, found: PlannedLayers) -> PlannedLayers:
-    """All layers of a module, from those with parameters; others cost nothing."""
+    """All layers of a module; those without parameters cost nothing."""
     names = [
         f"tied_modules.{layer.key}" if isinstance(layer, TiedLayerSpec) else str(index)
         for index, layer in enumerate(model.specs)

@@ -60,9 +60,9 @@ class PipelinePlan:
     """One step in a pipeline, as predicted. `print(planned)` shows its stages.
 
     Attributes:
-        layers: of the model.
-        bounds: of the layers in chunks.
-        timeline: of one data rank.
+        layers: the layers of the model.
+        bounds: the bounds of the layers in chunks.
+        timeline: the timeline of one data rank.
         reduces: by stage, the seconds in which it reduces gradients after its last backward.
         checkpoints: whether units are recomputed in the backward.
     """
@@ -202,7 +202,7 @@ def plan_pipeline(
         batch: one rank's samples of a micro-batch, possibly on `meta`; for a `PipelineModule` (inputs, labels).
         micro_batches: m; by default `gradient_accumulation_steps`, or 4 p if that is 1.
         order: see `plan_order`.
-        bounds: of the units in chunks; None cuts them so that the slowest stage is fastest.
+        bounds: the bounds of the units in chunks; None cuts them so that the slowest stage is fastest.
         device_nbytes: the memory of a rank, which None of the stages may exceed if fzero cuts.
         machine: the rates of one rank.
         loss_fn: see `make_train_step`.

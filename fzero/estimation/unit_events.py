@@ -28,10 +28,10 @@ class Part(NamedTuple):
     unit: str = ""
     key: str = ""
     ends: bool = False  # whether this is the unit's last gradient
-    numel: int = 0  # of these gradients
+    numel: int = 0  # elements of these gradients
     most: int = 0
     now: int = 0
-    seconds: float = 0.0  # of the work
+    seconds: float = 0.0  # duration of the work
     waiting: int = 0
     leaves: int = 0
     returns: int = 0

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from fzero.comms.hangs.failures import meet
 from fzero.generation.lora import fuse_lora, merged
 from fzero.model.binding import bound
+from fzero.runtime.inspection import inspecting
 from fzero.runtime.param_views import ParamViews
-from fzero.runtime.phases import call_of, inspecting
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.file_tensor import in_memory
@@ -74,7 +74,7 @@ def generating(
             yield model
         return
     params, flats = _full(step, state, copies=writable)
-    changes, call = step.runtime.changes, call_of(step.runtime, read_later(state.step), is_counted=False)
+    changes, call = step.runtime.changes, step.runtime.call(read_later(state.step), is_counted=False)
     params |= ParamViews(changes.views, call.num_updates, state.buffers).among(params)
     versions = [flat._version for flat in flats]
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}

@@ -37,7 +37,7 @@ def lora_params(model: nn.Module) -> list[list[Any]]:
 
 @torch.no_grad()
 def fuse_lora(model: nn.Module, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Parameters with `W + scale · (left · right)` in place of the `W` of each LoRA layer, rounded once to its dtype.
+    """Parameters with `W + scale · (left · right)` instead of the `W` of each LoRA layer, rounded once to its dtype.
 
     Pure: neither `params` nor the model's own are changed. The small matrices stay as they are; the model must not add them
     again (`merged`). Sends nothing.

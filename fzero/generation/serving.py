@@ -29,7 +29,7 @@ def server_weights(
     *Collective:* every rank must take all pairs; in stage 3, and with masters, each sends `(W-1)/W` of the weights.
 
     Args:
-        dtype: of floating-point weights; None keeps the weights' own (fp32 for masters).
+        dtype: the dtype of floating-point weights; None keeps the weights' own (fp32 for masters).
         to: `"rank0"` yields on rank 0 alone; the other ranks take part when they are asked for the first pair.
     """
     if to not in ("all", "rank0"):

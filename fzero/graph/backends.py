@@ -17,6 +17,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._ordered_set import OrderedSet
@@ -39,7 +42,7 @@ def make_runner(
     checkpoint: Sequence[str] = (),
     axes: Sequence[TracedAxis] = (),
 ) -> tuple[Runner, Graph]:
-    """What runs a step's graph, and the graph as scheduled.
+    """The function that runs a step's graph, and the graph as scheduled.
 
     Inductor runs the same passes on its own form of the graph, so that a wait may come a few nodes earlier or later there.
 
@@ -96,9 +99,6 @@ def relax_views(graph: Graph) -> None:
 
 def eager_with_views(module: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
     """The backend `aot_eager` of torch.compile, whose graphs take other strides, too: one graph serves all equal blocks."""
-    from torch._dynamo.backends.common import aot_autograd
-    from torch._dynamo.backends.debugging import boxed_nop
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     def compiled(part: GraphModule, of_part: list[Tensor]) -> Any:
         relax_views(part.graph)

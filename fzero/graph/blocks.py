@@ -47,8 +47,8 @@ class _CompiledBlocks:
     """The compiled forward of some modules.
 
     Args:
-        names: of the modules in the model.
-        backend: of torch.compile.
+        names: the names of the modules in the model.
+        backend: the backend of torch.compile.
     """
 
     def __init__(self, names: Sequence[str], backend: Literal["inductor", "aot_eager"]) -> None:
@@ -155,7 +155,7 @@ def _unbound(block: nn.Module, own: dict[str, Any]) -> Iterator[None]:
     bound = [(module, module.__dict__["_parameters"]) for module in block.modules()]
     try:
         for module, parameters in bound:
-            # A partitioned parameter of the engine (`fzero.engine.param_views`) is replaced by its plain parameter.
+            # A partitioned parameter of the engine (`fzero.deepspeed.engine.param_views`) is replaced by its plain parameter.
             own_parameters = {key: as_plain(getattr(own, "fzero_plain", own)) for key, own in dict.items(parameters)}
             module.__dict__["_parameters"] = own_parameters
         with _own_forward(block, own):

@@ -85,7 +85,7 @@ class ArgumentKind(NamedTuple):
 
 
 def _kind_of(leaf: Any) -> Any:
-    """The property of a leaf that is compared. Of a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
+    """The compared property of a leaf. For a float it is the text: 0.0 equals -0.0, and NaN does not equal itself."""
     if isinstance(leaf, Tensor):
         return TensorKind.of(leaf)
     if isinstance(leaf, float):
@@ -108,7 +108,7 @@ class Compiled:
     """A traced function, and what runs its graph.
 
     Attributes:
-        kind: of the arguments that differ from call to call.
+        kind: the kind of the arguments that differ from call to call.
         graph: the graph as scheduled.
         sent: the collectives of one run.
     """
@@ -279,20 +279,35 @@ class CompiledStep:
 
     def trace(self, state: State, micro_batches: Sequence[Any]) -> list[Captured]:
         """The graphs that a step would run, in order. Runs nothing, and changes nothing."""
+        if len(micro_batches) == 1:
+            numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
+            self.functions.model.constants = self._runtime.changes.constants(0)
+            return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
+        micro_steps, is_sum = self.trace_micro_steps(state, micro_batches)
+        return [*micro_steps, self.trace_update(state, len(micro_batches), is_sum)]
+
+    def trace_gathers(self, state: State) -> Captured:
+        """The graph of the gathers that a step makes at its start, where it gathers once."""
+        return self._captured(self._trace(self.functions.gathered, (state,)))
+
+    def trace_micro_steps(self, state: State, micro_batches: Sequence[Any]) -> tuple[list[Captured], bool]:
+        """The graphs of micro-steps, and whether losses are sums."""
         numbers = torch.empty((3,), dtype=torch.float64, device=self._runtime.device)
         self.functions.model.constants = self._runtime.changes.constants(0)
-        if len(micro_batches) == 1:
-            return [self._captured(self._trace(self.functions.full_step, (state, micro_batches[0], numbers)))]
         known: dict[ArgumentKind, tuple[Captured, bool]] = {}  # equal micro-steps share a graph
         kinds = [ArgumentKind.of(batch) for batch in micro_batches]
         for kind, batch in zip(kinds, micro_batches, strict=True):
             if kind not in known:
                 traced = self._trace(self.functions.micro_step, (state, batch, numbers))
                 known[kind] = self._captured(traced), traced.others[1][0]
-        is_sum = known[kinds[-1]][1]
-        rows_A = numbers.new_empty(len(micro_batches), self.functions.num_ranks, 4)
-        update = self._trace(self.functions.update, (state, rows_A, is_sum))
-        return [*(known[kind][0] for kind in kinds), self._captured(update)]
+        return [known[kind][0] for kind in kinds], known[kinds[-1]][1]
+
+    def trace_update(self, state: State, num_micro_steps: int, is_sum: bool) -> Captured:
+        """The graph of the end of a step after its micro-steps."""
+        rows_A = torch.empty(
+            num_micro_steps, self.functions.num_ranks, 4, dtype=torch.float64, device=self._runtime.device
+        )
+        return self._captured(self._trace(self.functions.update, (state, rows_A, is_sum)))
 
     def _captured(self, traced: Traced) -> Captured:
         names = traced.graph.find_nodes(op="placeholder")

@@ -7,7 +7,7 @@ Recorded are:
 - what these values hold, and so on: items of containers, attributes of objects, of classes and of modules outside the model, the
   bytes of arrays, the state of iterators and generators;
 - of each function, method and class found on the way, the globals that its code names. If such a global is a module: the
-  attributes that are named. Of installed packages only the forwards and the loss function count as code;
+  attributes that are named. In installed packages only the forwards and the loss function count as code;
 - hooks of all modules, `os.environ` where it is named, and PyTorch's settings that decide which operators run (`settings`).
 
 Functions, classes and modules are compared by identity, numbers and texts by value. An attribute that holds a tensor is an input
@@ -85,7 +85,7 @@ class Guard:
         self._values: list[tuple[Place, Any]] = []
         self._holdings: list[Holding] = []
         self._empty: list[tuple[str, dict[Any, Any]]] = []  # most dicts of a module are, those of hooks above all
-        self._followed: dict[int, Any] = {}  # by identity, which is theirs as long as they live
+        self._followed: dict[int, Any] = {}  # keyed by id(); the values keep the objects alive, so no id is reused
         self._own: set[int] = set()  # the attributes of the model's modules
         self._todo: deque[tuple[Any, str, int]] = deque()
         self._cached: list[Any] = []  # functions with lru_cache
@@ -247,7 +247,7 @@ class Guard:
             self._follow_function(call)
 
     def _follow_function(self, function: FunctionType) -> None:
-        """What a function holds, the globals that it names, and its closure."""
+        """The values of a function: its attributes, the globals that it names, and its closure."""
         if id(function) in self._followed:
             return
         self._followed[id(function)] = function

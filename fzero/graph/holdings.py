@@ -125,12 +125,12 @@ def look_at(value: Any) -> tuple[Callable[[Any], Any], bool] | None:
     if isinstance(value, GeneratorType):
         return _in_generator, False
     is_array = hasattr(type(value), "tobytes")
-    if is_array and getattr(getattr(value, "dtype", None), "hasobject", False):  # of Python objects
+    if is_array and getattr(getattr(value, "dtype", None), "hasobject", False):  # an array of Python objects
         return lambda value: tuple(value.ravel().tolist()), False
     if isinstance(value, bytearray) or is_array:
         return lambda value: sha1(bytes(value) if isinstance(value, bytearray) else value.tobytes()).digest(), False
     if is_source(value):
-        with suppress(Exception):  # of what cannot be pickled, such as a file, nothing is known
+        with suppress(Exception):  # an object that cannot be pickled, such as a file, is not compared
             pickle.dumps(value)
             return pickle.dumps, False
     if isinstance(getattr(value, "__dict__", None), dict):

@@ -1,4 +1,4 @@
-"""What a function does in a trace that its graph would not repeat: it raises, with the reason and the fix.
+"""Errors for effects of a traced function that its graph would not repeat, with the reason and the fix.
 
 A graph repeats operators on tensors. It repeats no write to a tensor that goes past the operators, no seed of random numbers,
 and no look at a tensor's class, which is another one in a trace.
@@ -89,7 +89,7 @@ def check_caches(model: nn.Module, aliases: Mapping[str, str], of_state: Collect
         of_state: the buffers that the state has, by name.
 
     Raises:
-        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+        VmapError: instead of ImpureError under `torch.vmap` outside of a trace.
     """
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set & module._buffers.keys():
@@ -303,7 +303,7 @@ def no_tensor_classes(functions: Iterable[FunctionType]) -> Iterator[None]:
     """Raises ImpureError if one of the functions runs that compares `type(x)` with `Tensor` or `Parameter`.
 
     Raises:
-        VmapError: in place of ImpureError under `torch.vmap` outside of a trace.
+        VmapError: instead of ImpureError under `torch.vmap` outside of a trace.
     """
     found = {function.__code__: line for function in functions if (line := asks_for_class(function)) is not None}
     if not found:

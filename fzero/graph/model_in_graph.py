@@ -36,10 +36,11 @@ from fzero.graph.impure import (
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
-from fzero.model.fetched_parameters import marks_of, new_marks
-from fzero.model.own_params import check_unchanged, own_class
+from fzero.model.own_params import marks_of, new_marks, own_class
+from fzero.model.tensor_checks import check_unchanged
 from fzero.model.transforms import Call, in_own_dtypes
-from fzero.runtime.loss import loss_of
+from fzero.plans.flat_params import FlatParamPlan
+from fzero.runtime.batches import loss_of
 from fzero.runtime.module_buffers import check_no_views
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
@@ -71,7 +72,8 @@ class ModelInGraph:
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
             loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
         )
-        self._functions: list[FunctionType] = []  # of the model, whose tensors have another class under torch.vmap
+        # Functions of the model, whose tensors have another class under torch.vmap.
+        self._functions: list[FunctionType] = []
         if isinstance(ranks, Stacked):
             with Guard.recording(spec.model, () if spec.loss_fn is None else (spec.loss_fn,)) as guard:
                 self._functions = guard.functions
@@ -157,13 +159,18 @@ class ModelInGraph:
         }
         return row, grads_by_name, are_sums[0]
 
-    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The parameters by name, cut from gathered flat buffers."""
-        tensors: dict[str, Tensor] = {}
+    def gathered(self, params: dict[str, Tensor]) -> Iterator[tuple[FlatParamPlan, Tensor]]:
+        """The full flat buffers (P), gathered one after the other."""
         for flat in self._flats:
             label = Label("gather", flat.key)
             with labelled(label):
                 param_P = start_gather(params[flat.key], flat, self._graph, self._comm_hooks, label=label).wait()
+            yield flat, param_P
+
+    def _cut(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The parameters by name, cut from gathered flat buffers."""
+        tensors: dict[str, Tensor] = {}
+        for flat, param_P in self.gathered(params):
             layout = flat.layout
             parts = torch.split(param_P, [*layout.numels, layout.partition.padding])
             tensors |= {name: part.view(shape) for name, shape, part in zip(layout.names, layout.shapes, parts)}
@@ -248,7 +255,7 @@ class ModelInGraph:
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], n: Tensor, numbers: Tensor
     ) -> AbstractContextManager[None]:
         """In the body, what runs of the model (`torch.utils.checkpoint`, hooks) computes with these tensors, too."""
-        if isinstance(self._ranks, Stacked):  # its tensors are of all ranks, and of a forward's code of one
+        if isinstance(self._ranks, Stacked):  # stacked tensors hold all ranks, but the model's code expects one
             return nullcontext()
         return self._bound(tensors, buffers, n, numbers[2])
 

@@ -24,9 +24,10 @@ from fzero.model.binding import random_state
 from fzero.optim.transforms import Transform
 from fzero.plans.leaves import stream_name
 from fzero.runtime.batches import plain, without_memory
-from fzero.runtime.finish import Collected, GradNorms
+from fzero.runtime.finish import Collected
+from fzero.runtime.inspection import evaluated
 from fzero.runtime.outcome import explained
-from fzero.runtime.programs import evaluated
+from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.update import Hyper
 from fzero.state import TrainState
@@ -209,11 +210,16 @@ class GraphProgram:
         """The graphs of a step on these micro-batches; see `TrainStep.trace`."""
         with FakeTensorMode(allow_non_fake_inputs=True):
             state = run.builder.zeros(run.form.specs)
-            if self.until == "gradients":
-                numels = {b.key: b.flow.param_numel for b in run.inner_plan.flat_buffers}
-                state = state._replace(params={key: x.new_empty(numels[key]) for key, x in state.params.items()})
             batches = [run.batches.cast(without_memory(x, run.device)) for x in micro_batches]
-            return self.compiled.trace(state, batches)
+            if run.inner_plan is run.plan:
+                return self.compiled.trace(state, batches)
+            # The step gathers once: its micro-steps compute with the gathered parameters.
+            inner = self.make(run, self.compiled.backend, until="gradients").compiled
+            numels = {b.key: b.flow.param_numel for b in run.inner_plan.flat_buffers}
+            full = state._replace(params={key: x.new_empty(numels[key]) for key, x in state.params.items()})
+            micro_steps, is_sum = inner.trace_micro_steps(full, batches)
+            update = self.compiled.trace_update(state, len(batches), is_sum)
+            return [self.compiled.trace_gathers(state), *micro_steps, update]
 
 
 def _check_optimizers(run: StepRuntime, stacked: Stacked | None) -> None:

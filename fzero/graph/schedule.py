@@ -131,7 +131,7 @@ class _Walk:
 
     Args:
         graph: changed in place.
-        tables: of this graph.
+        tables: the tables of this graph.
         options: the limits of the schedule.
     """
 

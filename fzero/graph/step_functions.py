@@ -35,7 +35,7 @@ from fzero.optim.loss_scale import LossScale
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan
 from fzero.runtime.finish import Outcome, finish, norm_parts
-from fzero.runtime.loss import agreed_buffers, range_places
+from fzero.runtime.module_buffers import agreed_buffers, range_places
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
 from fzero.verbs import optimizer_update, start_join, start_reduce_scatter_grads, start_sum_replicas
@@ -52,8 +52,8 @@ class StepFunctions:
 
     Args:
         run: the parts of the step on this rank.
-        transforms: makes for each update a function that gives the transform of a flat buffer from element `start` on, given the
-            mesh, `start`, `skip`, `factor` and `out`.
+        transforms: a function called in each update. Its result gives the transform of a flat buffer from
+            element `start` on, given the mesh, `start`, `skip`, `factor` and `out`.
         stacked: the ranks, where the functions run all of them.
     """
 
@@ -111,6 +111,10 @@ class StepFunctions:
             return self._stack_rows(row)
 
         return self._ranks.each(add)(state, row, gradients), is_sum
+
+    def gathered(self, state: State) -> dict[str, Tensor]:
+        """The flat buffers that a step gathers once, in full (P)."""
+        return {flat.key: full for flat, full in self.model.gathered(state.params) if flat.flow.gathers_over}
 
     def evaluate(self, state: State, batch: Any) -> tuple[Tensor, Tensor | None]:
         """The loss of one batch, and its weight if it is a sum; writes the module buffers."""
@@ -238,7 +242,7 @@ class StepFunctions:
         own = (self._ranks.own(reduced[flat.key], flat.shard_numel) for flat in self._trained if flat.shard_numel)
         stack = partial(self._graph.stack, label=Label("norm"))
         measured = map(self._rules.loss.of_shard, own)
-        return norm_parts(self._rules.loss, measured, self._graph.num_shards, stack=stack, device=self._device)
+        return norm_parts(self._rules.loss, measured, stack=stack, device=self._device)
 
     def _agree(self, buffers: dict[str, Tensor]) -> None:
         """Makes module buffers equal on all ranks, by the rule of the eager step. It also sends those that did not change."""

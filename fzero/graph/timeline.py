@@ -110,7 +110,7 @@ class Timeline:
         spans: compute, waits of the compute lane, and collectives, each lane in order.
         times: seconds at which the compute lane reaches each node of the graph.
         liveness: the bytes alive at each of these times.
-        title: of the table and the picture.
+        title: the title of the table and the picture.
     """
 
     spans: tuple[Span, ...] = field(repr=False)
@@ -188,7 +188,7 @@ def make_timeline(
         machine: the rates.
         axes: the axis of each process group, by the group's name in the graph. For a missing group, the collectives' own
             arguments give the number of ranks; an all-reduce has none, and is assumed to have the largest number of the graph.
-        title: of the table and the picture.
+        title: the title of the table and the picture.
     """
     machine = MachineModel() if machine is None else machine
     analysis = analyse(graph)
@@ -229,7 +229,7 @@ def sent_by(node: Node, num_ranks: int | None = None) -> int:
     """Bytes that one rank must send at least in the collective that `node` starts.
 
     Args:
-        num_ranks: of a collective whose arguments do not contain it (an all-reduce); None means very many.
+        num_ranks: the number of ranks of a collective whose arguments do not contain it (an all-reduce); None means very many.
     """
     num_ranks = _num_ranks(node) or num_ranks
     nbytes = max(nbytes_of(node), sum(map(nbytes_of, node.all_input_nodes)))

@@ -55,9 +55,8 @@ from fzero.graph.nodes import aten
 from fzero.graph.remat import marked
 from fzero.model.changes import attributes_kept
 from fzero.model.errors import late
-from fzero.model.fetched_parameters import marks_of
 from fzero.model.held_tensors import Held
-from fzero.model.own_params import HeldStandIn, StandIn
+from fzero.model.own_params import HeldStandIn, StandIn, marks_of
 
 _is_written: Callable[[Tensor], bool] = torch._functionalize_has_data_mutation  # type: ignore[attr-defined]
 _ONE_AT_A_TIME = threading.RLock()
@@ -73,7 +72,7 @@ class Traced:
         paths: per tensor of the arguments, its place in their tree.
         attributes: the attributes that the graph reads.
         constants: further tensors that it reads.
-        treespec: of the function's result.
+        treespec: the tree of the function's result.
         others: the result's leaves; None where the graph returns a tensor.
         kept: the attributes that become further results of the graph.
         replaced: the attributes that get other values, which are no tensors.
@@ -220,7 +219,7 @@ class _Tracing:
 
 
 class _Functional(FunctionalTensorMode):  # type: ignore[no-untyped-call]
-    """Puts a tensor without memory in place of each real one that the function holds, which it must neither read nor write.
+    """Replaces each real tensor that the function holds by one without memory, which it must neither read nor write.
 
     Attributes:
         held: the real tensors by identity, each with its stand-in.

@@ -25,9 +25,9 @@ def join_gradients(operands: list[Tensor], counts: list[int], numel: int) -> Ten
     """A flat buffer of tensors and matrix products, one after the other, padded with zeros to `numel` elements.
 
     Args:
-        operands: of all parts, in order.
+        operands: the operands of all parts, in order.
         counts: the number of operands of each part: 1 for a tensor that is copied, 2 for the matrices of a product.
-        numel: of the result.
+        numel: the number of elements of the result.
     """
     flat, rest, stop = operands[0].new_empty(numel), iter(operands), 0
     for count in counts:

@@ -48,7 +48,7 @@ from fzero.launch.forwarder import Forwarder
 from fzero.launch.hostfile import Host, decode, encode
 from fzero.launch.rendezvous import BACKEND, SECRET, Secret
 
-NUM_LINES = 12  # of a failed rank's log
+NUM_LINES = 12  # lines shown of a failed rank's log
 NUM_SEARCHED = 2000  # last lines of the log that are searched for the error
 SECONDS_TO_END = 10  # between SIGTERM and SIGKILL for a rank
 LAST_CALL = 30  # seconds to wait for more hosts once the minimum is there
@@ -350,7 +350,7 @@ def watch_leash() -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the agent of one host, on the leash of the launcher that started it."""
+    """Runs the agent of one host; it ends when the launcher that started it ends."""
     description = "Starts the ranks of one host; `fzero` calls it."
     parser = argparse.ArgumentParser(prog="fzero.launch.agent", description=description)
     parser.add_argument("--world_info", required=True, type=decode)

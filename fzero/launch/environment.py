@@ -33,7 +33,7 @@ TOKEN = re.compile(
     rf"\\(?P<literal>[$\"\\`])|\$(?:\{{(?P<braced>{NAME.pattern})\}}|(?P<bare>{NAME.pattern}))|(?P<command>`|\$[({{])|\$",
     re.A,
 )
-"""What a shell reads inside double quotes: `\\$`, `$NAME`, `${NAME}`, and what would run or compute something."""
+"""The special text that a shell reads inside double quotes: `\\$`, `$NAME`, `${NAME}`, commands and arithmetic."""
 
 
 def parse_env_file(text: str, *, source: str = "environment file") -> dict[str, str]:

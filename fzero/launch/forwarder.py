@@ -63,7 +63,7 @@ class Forwarder:
         self._to, self._pause, self._lock = to, pause, threading.RLock()
         self._open: dict[str, _Block] = {}
         self._begun: dict[str, tuple[str, float]] = {}
-        """Of each rank the beginning of a line, and when it came: a log may be read before a line has ended."""
+        """Per rank: the unfinished line, and when it came. A log may be read before a line has ended."""
         self._leads: list[_Block] = []
         self._timer: threading.Timer | None = None
         self._last = _Block(""), {""}

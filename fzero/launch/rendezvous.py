@@ -100,7 +100,7 @@ class OneHost(RendezvousHandler):
     Args:
         address: where it listens, and nowhere else.
         port: where the first ranks meet; later ones, and all if it is 0, take a free one.
-        run_id: of the job.
+        run_id: the id of the job.
     """
 
     def __init__(self, address: str, port: int, run_id: str) -> None:

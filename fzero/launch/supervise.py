@@ -72,7 +72,7 @@ class Supervised:
                 found = json.loads(failure)
                 self.failures.append(Failure(**found | {"lines": tuple(found["lines"])}))
             else:
-                with suppress(BrokenPipeError):  # of our own reader; the job goes on
+                with suppress(BrokenPipeError):  # our own reader has closed the pipe; the job goes on
                     to.write(line)
                     to.flush()
 

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from fzero.common.random_states import random_states, set_random_states
 from fzero.model import own_params
 from fzero.model.errors import ShapeAndDtype, late, replaced, wrong_kind
-from fzero.model.fetched_parameters import FetchedParameters, marked, marks_of
 from fzero.model.held_tensors import Held
-from fzero.model.own_params import Fetch, Substitutes, check_no_hooks, shape_and_dtype
+from fzero.model.own_params import Fetch, FetchedParameters, Substitutes, marked, marks_of, shape_and_dtype
+from fzero.model.tensor_checks import check_no_hooks
 
 
 def is_bound(model: nn.Module) -> bool:
@@ -72,7 +72,7 @@ class Binding:
         self._parents, self._tied = _parents_of_ties(aliases), set(aliases.values())
         self._found: list[_Place] = []
         self._known: tuple[list[int], list[str]] = [], []  # the parameters that were named, by identity, and their keys
-        self._names_of: dict[int, str] = {}  # by the identity of the module's own parameter
+        self._names_of: dict[int, str] = {}  # keyed by id() of the module's own parameter
 
     def hold(self, found: Sequence[Held]) -> None:
         """Adds tensors that the model keeps from a forward."""
@@ -113,7 +113,9 @@ class Binding:
             with own_params.substituted(self._substitutes(own, names_of, fetch, slots)):
                 yield
                 for place, _, own_buffers in found:
-                    _check_slots(place, own_buffers)
+                    module: Any = place.module
+                    if module._parameters.is_changed or len(module._buffers) > len(own_buffers):
+                        _check_slots(place, own_buffers)
                 if any(place.module._modules != place.children for place in places):
                     _check_places(self._model, places)
                 for slot in slots:
@@ -141,10 +143,17 @@ class Binding:
         self, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, slots: Sequence[_BufferSlot]
     ) -> Substitutes:
         """The substitutes for the module's own parameters, and for tensors elsewhere that share memory with these or with the
-        buffers in `slots`."""
+        buffers in `slots`, if they are still alive; adds these to `own`."""
         bound_here = {slot.name: slot for slot in slots if slot.before is not None} if self._held else {}
-        held = [each for each in self._held if not each.is_buffer or each.name in bound_here]
-        return Substitutes.of(own, names, fetch, lambda name: bound_here[name].present, held)
+        held: dict[int, Held] = {}
+        for each in self._held:
+            if (
+                (not each.is_buffer or each.name in bound_here)
+                and (x := each.tensor()) is not None
+                and id(x) not in own
+            ):
+                own[id(x)], held[id(x)] = x, each
+        return Substitutes(own, names, fetch, lambda name: bound_here[name].present, held)
 
     def _named(
         self, found: Sequence[tuple[_Place, Mapping[str, Any]]]
@@ -246,8 +255,6 @@ def _check_slots(place: _Place, own_buffers: Mapping[str, Any]) -> None:
     module = place.module
     parameters = module._parameters
     assert isinstance(parameters, FetchedParameters)
-    if not parameters.is_changed and len(module._buffers) <= len(own_buffers):
-        return
     dot = f"{place.prefix}." if place.prefix else ""
     for key in parameters.put:
         if dict.get(parameters, key) is not None:

@@ -54,7 +54,7 @@ UNCAPTURED = "higher order operator doesn't work unless it is captured"
 
 
 def raise_named(error: RuntimeError, was_changed: Callable[[str], ValueError]) -> None:
-    """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
+    """Raises an error that names the parameter and the fix, instead of one of PyTorch about a parameter."""
     if " of UnitRoot" in str(error) or " of ParamLeaf" in str(error):  # the nodes of parameters: changed in place
         raise was_changed("of the model") from error
     if CHANGES_FLAG in str(error):

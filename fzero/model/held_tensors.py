@@ -20,6 +20,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from fzero.model.own_params import address
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
@@ -28,7 +30,7 @@ class Held:
     Attributes:
         tensor: a reference to it.
         owner: the parameter or buffer.
-        name: of the owner.
+        name: the name of the owner.
         is_buffer: whether the owner is a buffer.
         size, stride, offset: its elements, counted from the owner's first one; None if they are all elements of the owner.
         is_attached: whether its gradient is passed on to the owner.
@@ -126,11 +128,3 @@ def _held_by(x: Tensor, owners: Any) -> Iterator[Held]:
         if owner.requires_grad:
             yield Held(ref(x), ref(owner), name, is_buffer=False, is_apart=True)
             return
-
-
-def address(tensor: Tensor) -> int:
-    """The address of the tensor's storage; -1 for a wrapper (torch.func, a subclass) or a lazy tensor, which have none."""
-    try:
-        return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError, ValueError):
-        return -1

@@ -9,6 +9,9 @@ value that is written into the model, does not reach the state. `Origin.check` r
   same modules, a module without parameters, `model.to("meta")`, a value that is the state's own.
 
 Writes through `param.data` have no count, and are found before the first step only, where the values are read.
+
+`FixedFlags` checks `requires_grad`: a step trains the parameters that required gradients when it was made. It is read before each
+step, so the reading is one loop over the parameters, 0.2 µs for each.
 """
 
 from __future__ import annotations
@@ -24,8 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fzero.model.errors import kind_text
-from fzero.model.held_tensors import address
-from fzero.model.own_params import StandIn, bits_of, shape_and_dtype, state_tensors
+from fzero.model.own_params import StandIn, address, bits_of, shape_and_dtype, state_tensors
 
 Differing = Callable[[Mapping[str, Tensor]], Collection[str]]
 """The names of those of the given tensors that differ from the values of a state."""
@@ -104,7 +106,7 @@ class Origin:
     def __init__(self, model: nn.Module) -> None:
         self._model, self._is_open, self._has_begun, self._has_warned = model, True, False, False
         self._marks: list[tuple[int, int]] | None = None  # None reads the values at the next check
-        self._bits: dict[str, Tensor] = {}  # of the values from which the state was made
+        self._bits: dict[str, Tensor] = {}  # checksums of the values from which the state was made
         now = dict(state_tensors(model))
         self._kinds, self._ties = {name: shape_and_dtype(x) for name, x in now.items()}, _ties(now)
         self._remember(now)
@@ -242,3 +244,63 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """The first name of the same tensor, for each name."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(x), name) for name, x in tensors.items()}
+
+
+# --- what is trained -------------------------------------------------------------------------------------------------
+
+
+class Flags:
+    """Reads `requires_grad` of all parameters of a module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # Keep the dicts, not the parameters, because `model.to("meta")` replaces the parameters.
+        self._slots = [module._parameters for module in model.modules() if module._parameters]
+
+    def read(self) -> list[bool]:
+        """The flags in the order of the modules."""
+        with torch._C.DisableTorchFunctionSubclass():  # a parameter's class may intercept attribute access, at a cost
+            return [param.requires_grad for slots in self._slots for param in slots.values() if param is not None]
+
+
+class FixedFlags:
+    """Raises where a parameter was frozen or unfrozen since this was made.
+
+    Args:
+        model: its flags are read.
+        names: the parameters.
+    """
+
+    def __init__(self, model: nn.Module, names: Collection[str]) -> None:
+        self._model = model
+        self._required = {name: param.requires_grad for name, param in model.named_parameters() if name in names}
+        self._flags = Flags(model)
+        self._first = self._flags.read()
+
+    def check(self) -> None:
+        """Raises a ValueError that names the parameters and the fix."""
+        if self._flags.read() == self._first:
+            return
+        now = {n: p.requires_grad for n, p in self._model.named_parameters() if n in self._required}
+        frozen = [name for name, flag in now.items() if self._required[name] and not flag]
+        unfrozen = [name for name, flag in now.items() if flag and not self._required[name]]
+        if frozen or unfrozen:
+            changes = [
+                f"{listed(names)} {word}"
+                for names, word in ((frozen, "was frozen"), (unfrozen, "was unfrozen"))
+                if names
+            ]
+            raise ValueError(
+                f"requires_grad: must be for each parameter what it was when the step was made, and {' and '.join(changes)}; "
+                f"make a step under the new flags and move the state to it: new = make_train_step(model, cfg, after=step); "
+                f"state = fzero.reshard(state, step, new); where a transform freezes parameters (lora), its trains decides"
+            )
+
+
+def listed(names: Collection[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
+    ("'a', 'b'", "'a', 'b', 'c' and 2 more")
+    """
+    first = ", ".join(map(repr, list(names)[:3]))
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")

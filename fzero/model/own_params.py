@@ -1,28 +1,32 @@
 """A module's own parameters and buffers, while a step computes with the tensors of a state instead of them.
 
-Code may hold a parameter outside `module._parameters`: in a list, a closure, a `functools.partial`. While the module is bound
-(`fzero.model.binding`), each own parameter is a `StandIn`: an operator receives the state's tensor instead. That tensor
-is gathered and trained like any other. The same holds for a tensor that shares a parameter's memory (`held_tensors`). Some uses
-cannot be intercepted in Python. They raise when the step is made (`check_tensors`: TorchScript modules, memory that two tensors
-share) or after the first backward (`OwnGrads`). The module must not change before the first use of its state (`Origin`).
+The module finds these tensors in its `_parameters` (`FetchedParameters`). Code may hold a parameter elsewhere: in a list, a
+closure, a `functools.partial`. While the module is bound (`fzero.model.binding`), each own parameter is a `StandIn`: an operator
+receives the state's tensor instead. That tensor is gathered and trained like any other. The same holds for a tensor that shares
+a parameter's memory (`held_tensors`). Some uses cannot be intercepted in Python: `tensor_checks` raises for them. The module must
+not change before the first use of its state (`Origin`).
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.utils import parametrize
 
-from fzero.model.errors import ParameterError, ShapeAndDtype, not_trained
-from fzero.model.held_tensors import Held, address
+from fzero.model.errors import ShapeAndDtype
 from fzero.model.tensor_uses import called, needs_values
+
+if TYPE_CHECKING:
+    from fzero.model.held_tensors import Held
 
 Fetch = Callable[[str], Tensor]
 
@@ -43,15 +47,6 @@ class Substitutes(NamedTuple):
     fetch: Fetch
     buffer: Fetch
     held: Mapping[int, Held] = {}
-
-    @classmethod
-    def of(
-        cls, own: dict[int, Tensor], names: Mapping[int, str], fetch: Fetch, buffer: Fetch, held: Iterable[Held]
-    ) -> Self:
-        """Adds to `own` the tensors of `held` that are still alive."""
-        alive = [(x, each) for each in held if (x := each.tensor()) is not None and id(x) not in own]
-        own.update((id(x), x) for x, _ in alive)
-        return cls(own, names, fetch, buffer, {id(x): each for x, each in alive})
 
     def value_of(self, x: Tensor) -> Tensor:
         """The present value of one of the tensors."""
@@ -100,7 +95,7 @@ class StandIn(nn.Parameter):
 
 
 def with_present(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Calls `func` with the state's tensors in place of the parameters of a bound module."""
+    """Calls `func` with the state's tensors instead of the parameters of a bound module."""
     # While torch.compile traces, it inspects parameters. This is not part of the model's computation.
     if torch._guards.TracingContext.try_get() is None and getattr(func, "__name__", "") != "__hash__":
         args, values = optree.tree_map(_present, (tuple(args), tuple(kwargs.values())))  # no dict: 2.11 cannot trace it
@@ -197,144 +192,11 @@ def as_plain(param: Any) -> Any:
     return param
 
 
-# --- when a step is made -------------------------------------------------------------------------------------------
-
-
-def check_tensors(model: nn.Module) -> None:
-    """Raises ValueError for a model whose parameters a step would not train, or would train differently from a plain loop."""
-    for name, module in model.named_modules():
-        if isinstance(module, torch.jit.ScriptModule) and any(True for _ in state_tensors(module)):
-            raise ValueError(
-                f"model: must have no modules of TorchScript with parameters or buffers, because they compute with their own "
-                f"tensors and would not be trained, got {type(module).__name__} {name or '(root)'!r}; use the module that it was "
-                f"made from, and script the trained model"
-            )
-    for name, param in model.named_parameters():
-        check_no_hooks(name, param)
-        if hasattr(param, "ds_param_type") or (hasattr(param, "fzero_divided") and not param.numel()):
-            raise ValueError(
-                f"parameter {name!r}: must have its values, and is divided over the ranks, which zero.Init has done; "
-                f"pass a model of fzero.deepspeed.zero.Init to fzero.initialize, or make the model outside of it"
-            )
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        is_param, kind = isinstance(tensor, nn.Parameter), type(tensor)
-        wraps = is_param and not issubclass(kind, nn.Parameter) and kind.__name__ != "FakeTensor"
-        if wraps or tensor.layout != torch.strided or tensor.is_quantized or hasattr(tensor, "__tensor_flatten__"):
-            raise ValueError(
-                f"{'parameter' if is_param else 'buffer'} {name!r}: must be dense, because the state holds it in flat memory, "
-                f"got {kind.__name__} of {tensor.dtype} and layout {tensor.layout}; keep it in a plain attribute if it never "
-                f"changes, or register the plain tensors that it is made from (indices and values), and make it in the forward"
-            )
-    listed = {id(param) for param in model.parameters()}
-    if hidden := [name for name, param in model.named_parameters() if param.requires_grad and id(param) not in listed]:
-        raise ValueError(
-            f"parameter {hidden[0]!r}: must be listed by the model's parameters(), as optimizers read it, and its own method "
-            f"leaves it out; freeze it instead (requires_grad_(False))"
-        )
-    _check_memory(model)
-
-
-def check_no_hooks(name: str, param: Tensor) -> None:
-    """Raises ValueError for a gradient hook: it would never run, because the module's own parameters are not used."""
-    if param._backward_hooks or param._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
-        raise ValueError(
-            f"parameter {name!r}: has a gradient hook, which would never be called; remove it, and change the gradient "
-            f"in the forward (a torch.autograd.Function around the parameter) or the parameter after the step"
-        )
-
-
-class _Span(NamedTuple):
-    """The byte range of a tensor in memory, half open."""
-
-    start: int
-    stop: int
-    name: str
-    tensor: Tensor
-
-
-def _check_memory(model: nn.Module) -> None:
-    """Raises where a trained parameter shares elements with another parameter or a buffer: a state would hold them twice."""
-    for one, other in _sharing(model):
-        trained = [isinstance(x.tensor, nn.Parameter) and x.tensor.requires_grad for x in (one, other)]
-        if any(trained):
-            raise ValueError(
-                f"parameter {(one if trained[0] else other).name!r}: must have memory of its own, and shares it with "
-                f"{(other if trained[0] else one).name!r}; a state would hold and train both separately; tie them "
-                f"(assign the Parameter itself, a.weight = b.weight), or .clone() the tensor that one is made from"
-            )
-
-
-def sharing_buffers(model: nn.Module) -> frozenset[str]:
-    """The names of the parameters and buffers that share elements with another: none may change in a forward."""
-    return frozenset(span.name for pair in _sharing(model) for span in pair)
-
-
-def check_unchanged(names: Collection[str], shared: frozenset[str]) -> None:
-    """Raises ValueError where a forward has changed one of the buffers that share memory."""
-    if found := shared.intersection(names):
-        raise ParameterError(
-            f"buffer {min(found)!r}: must have memory of its own where a forward changes it, and shares it with another buffer, "
-            f"which a plain loop would change too; register one of them, and make the other from it in the forward"
-        )
-
-
-def _sharing(model: nn.Module) -> Iterator[tuple[_Span, _Span]]:
-    """The pairs of parameters and buffers that have elements in common."""
-    spans = []
-    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-        start = address(tensor)
-        if tensor.device.type != "meta" and start > 0 and tensor.numel():
-            reach = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            first = start + int(tensor.storage_offset()) * tensor.element_size()
-            spans.append(_Span(first, first + int(reach) * tensor.element_size(), name, tensor))
-    spans.sort(key=lambda span: span[:2])
-    for index, one in enumerate(spans):
-        for other in spans[index + 1 :]:
-            if other.start >= one.stop:
-                break
-            if _share_elements(one, other):
-                yield one, other
-
-
-def _share_elements(one: _Span, other: _Span) -> bool:
-    """Whether two tensors with overlapping byte ranges have an element in common (columns of one matrix have none)."""
-
-    def places(span: _Span) -> Tensor:
-        numel = (span.stop - span.start) // span.tensor.element_size()
-        offsets = torch.arange(numel).as_strided(span.tensor.shape, span.tensor.stride())
-        return offsets.reshape(-1) * span.tensor.element_size() + span.start
-
-    if one.tensor.is_contiguous() or other.tensor.is_contiguous():
-        dense, strided = (one, other) if one.tensor.is_contiguous() else (other, one)
-        return bool(((places(strided) >= dense.start) & (places(strided) < dense.stop)).any())
-    return bool(torch.isin(places(one), places(other)).any())
-
-
-# --- while it runs -------------------------------------------------------------------------------------------------
+# --- a module's tensors as they are --------------------------------------------------------------------------------
 
 
 def shape_and_dtype(tensor: Tensor | None) -> ShapeAndDtype:
     return None if tensor is None else (tensor.shape, tensor.dtype)
-
-
-# --- in the first step ---------------------------------------------------------------------------------------------
-
-
-class OwnGrads:
-    """The gradients of a module's own parameters, as they were; a backward must not change them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._found = [(name, param, _version(param.grad)) for name, param in model.named_parameters()]
-
-    def check(self) -> None:
-        """Raises ValueError if a backward has written one of them."""
-        for name, param, before in self._found:
-            if _version(param.grad) != before:
-                raise not_trained(name)
-
-
-def _version(grad: Tensor | None) -> tuple[int, int] | None:
-    return None if grad is None else (id(grad), grad._version)
 
 
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -347,7 +209,7 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def full_values(tensor: Tensor) -> Tensor:
-    """A parameter's or buffer's values. *Collective* where it is divided (`fzero.engine.divided_params`): every rank."""
+    """A parameter's or buffer's values. *Collective* where it is divided (`deepspeed.engine.divided_params`): every rank."""
     divided = getattr(tensor, "fzero_divided", None)
     return tensor.detach() if divided is None else divided.full()  # type: ignore[no-any-return]
 
@@ -358,3 +220,109 @@ def bits_of(tensor: Tensor) -> Tensor:
     bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
     wide = torch.empty(min(bits.numel(), 1 << 18), dtype=torch.int64, device=bits.device)  # sums are of 64 bits
     return torch.stack([wide[: len(x)].copy_(x).sum() for x in torch.split(bits, 1 << 18)]).sum().cpu()
+
+
+def address(tensor: Tensor) -> int:
+    """The address of the tensor's storage; -1 for a wrapper (torch.func, a subclass) or a lazy tensor, which have none."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError, ValueError):
+        return -1
+
+
+# --- what the module itself finds ----------------------------------------------------------------------------------
+
+
+class FetchedParameters(dict[str, Any]):
+    """A module's `_parameters` whose values come from `fetch`, unless the model assigns another value."""
+
+    def __init__(self, own: dict[str, Any], names: dict[str, str], fetch: Fetch) -> None:
+        super().__init__(own)
+        self.names, self.fetch = names, fetch
+        self.put: set[str] = set()
+        """The keys to which the model has assigned a value of its own."""
+        self.is_changed = False
+        """Whether the model has assigned or deleted any value."""
+
+    def __getitem__(self, key: str) -> Any:
+        name = self.names.get(key)
+        return super().__getitem__(key) if name is None else self.fetch(name)
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        # `torch.func.functional_call` inside the model's own code swaps parameters like this, then restores a tensor of
+        # `fetch`. After its unit is gathered again this tensor must not be used, so only its name is kept.
+        self.is_changed, name = True, getattr(value, "fzero_name", None)
+        if name is not None:
+            self.names[key] = name
+            self.put.discard(key)
+        else:
+            self.names.pop(key, None)
+            self.put.add(key)
+        super().__setitem__(key, value)
+
+    def __delitem__(self, key: str) -> None:
+        self.is_changed = True
+        self.names.pop(key, None)
+        self.put.discard(key)
+        super().__delitem__(key)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        # For a module that the model copies in its forward.
+        return {key: copy.deepcopy(self[key], memo) for key in self}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self[key] if key in self else default  # noqa: SIM401 - `get` would call itself
+
+    def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        return ((key, self[key]) for key in self)
+
+    def values(self) -> Iterator[Any]:  # type: ignore[override]
+        return (self[key] for key in self)
+
+
+_NOT_PASSED = ("ds_", "fzero_", "_dynamo_")
+"""Prefixes of attributes that describe the module's own tensors; these attributes are not copied to fetched ones."""
+
+
+_OF_TRACED = ("elem", "_inference_mode_base")
+"""PyTorch's own attributes of a `FunctionalTensor`, which stands for a tensor while a step is captured."""
+
+
+def marks_of(param: Tensor) -> dict[str, Any]:
+    """The Python attributes that code has set on a tensor."""
+    own = _OF_TRACED if type(param) is FunctionalTensor else ()
+    return {key: value for key, value in param.__dict__.items() if not key.startswith(_NOT_PASSED) and key not in own}
+
+
+def new_marks(param: Tensor) -> list[str]:
+    """The attributes that a forward has set on a fetched parameter."""
+    own = param.__dict__.get("fzero_marks", {})
+    return [key for key, value in marks_of(param).items() if key not in own or own[key] is not value]
+
+
+def marked(fetch: Fetch, marks: Mapping[str, dict[str, Any]], name: str) -> Tensor:
+    """`fetch(name)` with the class and the Python attributes of the module's own parameter."""
+    tensor = fetch(name)
+    if name in marks:
+        untraced(_mark)(tensor, marks[name])
+    return tensor
+
+
+def _mark(tensor: Tensor, marks: Mapping[str, Any]) -> None:
+    if "fzero_marks" not in tensor.__dict__:
+        tensor.__class__ = marks.get("__class__", type(tensor))
+        tensor.__dict__.update(marks, fzero_marks=marks)
+        tensor.__dict__.pop("__class__", None)
+
+
+_UNTRACED: dict[Callable[..., Any], Callable[..., Any]] = {}
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function of a module or class, hidden from torch.compile, which would otherwise trace it as part of a model that
+    compiles its own code."""
+    if "torch._dynamo" not in sys.modules:  # importing it takes longer than all of fzero
+        return function
+    if function not in _UNTRACED:
+        _UNTRACED[function] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return _UNTRACED[function]

@@ -2,7 +2,7 @@
 
 A transform is a function of the arguments of a step (`StepSpec`: model, configuration, units, compile). It returns `Changes`:
 
-- `views`: the values that modules get in place of parameters, and the way of a gradient back (`ParamView`);
+- `views`: the values that modules get instead of parameters, and the way of a gradient back (`ParamView`);
 - `forwards`: other forwards of modules, while the model is bound;
 - tensors that it has added to modules, with their first values.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -52,8 +52,8 @@ class Pulled(NamedTuple):
     """The gradients of what a view is computed from.
 
     Attributes:
-        grad: of the value that the view was given.
-        trained: of the parameters in `ParamView.trains`, by name.
+        grad: the gradient of the value that the view was given.
+        trained: the gradients of the parameters in `ParamView.trains`, by name.
     """
 
     grad: PulledGrad
@@ -61,7 +61,7 @@ class Pulled(NamedTuple):
 
 
 class ParamView(Protocol):
-    """The value that modules get in place of a parameter: a pure function of it, of further tensors and of n.
+    """The value that modules get instead of a parameter: a pure function of it, of further tensors and of n.
 
     n is the number of updates so far: an int, or in a graph a 0-d int64 tensor. Other parameters that a view reads must be of
     the same module, so that they are gathered with it.
@@ -139,7 +139,7 @@ class Call:
     num_micro: int
     """Micro-batches of an update."""
     device: torch.device
-    """Of the model."""
+    """The model's device."""
     aliases: Mapping[str, str] = field(default_factory=dict)
     """The other names of tied parameters and buffers."""
     in_graph: bool = False
@@ -177,7 +177,7 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Changes:
-    """What a transform changes in one model. It holds no tensors."""
+    """The changes that a transform makes to one model. It holds no tensors."""
 
     name: str
     """The argument or key that asks for it, in messages."""
@@ -190,15 +190,15 @@ class Changes:
     forwards: Callable[[Call], Mapping[str, Wrap]] | None = None
     """The forwards that modules have in a call, by the module's name; they may depend on n."""
     is_by_forward: bool = False
-    """Whether they read `Call.micro`, so that each forward is bound by itself."""
+    """Whether they read `Call.micro`, so that each forward is bound separately."""
     recomputed: tuple[str, ...] = ()
-    """The modules that keep only their inputs and run again in the backward: a graph does this in place of `forwards`."""
+    """The modules that keep only their inputs and run again in the backward: a graph does this instead of `forwards`."""
     not_in_graph: str = ""
     """The error for a step in one graph, which cannot have it; empty if it can."""
     constant: Callable[[int], Hashable] | None = None
-    """Of n, what a graph holds as a constant; for another value the step is captured again."""
+    """The values that a graph after n updates holds as constants; for other values the step is captured again."""
     num_constants: int = 0
-    """How many values that has."""
+    """The number of different values of `constant`."""
     added: frozenset[str] = frozenset()
     """The names of the tensors that it has added to modules. A parameter among them is trained if it requires a gradient."""
     trains: frozenset[str] | None = None
@@ -267,7 +267,7 @@ def _checksum(tensor: Tensor | None) -> int | None:
 
 
 def changes_of(spec: TransformedStep) -> AllChanges:
-    """What the transforms of a step change in its model.
+    """The changes that the transforms of a step make to its model.
 
     Raises:
         ValueError: a transform returns no valid changes, or an earlier step's transforms have added a tensor to the model
@@ -351,7 +351,7 @@ class AllChanges:
         self.is_by_forward = any(one.is_by_forward for one in changes)
         self.not_in_graph = next((one.not_in_graph for one in changes if one.not_in_graph), "")
         self.num_constants = sum(one.num_constants for one in changes)
-        self._wrapping = [(index, one.forwards) for index, one in enumerate(changes) if one.forwards is not None]
+        self.wrapping = [(index, one.forwards) for index, one in enumerate(changes) if one.forwards is not None]
 
     @cached_property
     def texts(self) -> dict[str, str]:
@@ -401,7 +401,7 @@ class AllChanges:
             )
 
     def constants(self, n: int) -> tuple[Hashable, ...]:
-        """What a graph of a step with n updates behind it holds as constants."""
+        """The values that a graph holds as constants in a step after n updates."""
         return tuple(None if one.constant is None else one.constant(n) for one in self._changes)
 
     def first_value(self, name: str, like: Tensor) -> Tensor | None:
@@ -416,23 +416,22 @@ class AllChanges:
         """The added parameters that are made from these weights."""
         return {name: x for one in self._changes for name, x in one.first_params(values).items()}
 
+    @contextmanager
     def bound(
         self, model: nn.Module, call: Callable[[], Call], constants: tuple[Hashable, ...] | None = None
-    ) -> AbstractContextManager[None]:
+    ) -> Iterator[None]:
         """Inside, the modules of a bound model have their other forwards."""
-        return self._bound(model, call(), constants) if self._wrapping else nullcontext()
-
-    @contextmanager
-    def _bound(self, model: nn.Module, call: Call, constants: tuple[Hashable, ...] | None) -> Iterator[None]:
         own: list[tuple[nn.Module, dict[str, Any]]] = []
         try:
-            for index, forwards in self._wrapping:
+            for index, forwards in self.wrapping:
                 constant_of = self._changes[index].constant
                 constant: Hashable = None
                 if constant_of is not None:
-                    constant = constants[index] if constants else constant_of(int(call.num_updates()))
+                    constant = constants[index] if constants else constant_of(int(call().num_updates()))
                 wrapped: list[nn.Module] = []  # a module with several names is wrapped once
-                for name, wrap in forwards(replace(call, constant=constant, num_constants=self.num_constants)).items():
+                for name, wrap in forwards(
+                    replace(call(), constant=constant, num_constants=self.num_constants)
+                ).items():
                     module = _module_of(model, name, self._changes[index].name)
                     if not any(module is other for other in wrapped):
                         wrapped.append(module)

@@ -20,9 +20,14 @@ if TYPE_CHECKING:
     from fzero.optim.loss_scale import LossScale as LossScale, LossScaling as LossScaling
     from fzero.optim.matrix import adafactor as adafactor, lamb as lamb, muon as muon
     from fzero.optim.optimizers import adagrad as adagrad, lion as lion, scale as scale, sgd as sgd
-    from fzero.optim.precision import Precision as Precision, mixed_precision as mixed_precision
+    from fzero.optim.precision import Precision as Precision
     from fzero.optim.torch_optim import torch_optimizer as torch_optimizer
-    from fzero.optim.transforms import Transform as Transform, chain as chain, skip_if as skip_if
+    from fzero.optim.transforms import (
+        Transform as Transform,
+        chain as chain,
+        mixed_precision as mixed_precision,
+        skip_if as skip_if,
+    )
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
@@ -32,10 +37,10 @@ else:
             "fragments": "ShardContents",
             "loss_scale": "LossScale LossScaling",
             "matrix": "adafactor lamb muon",
-            "precision": "Precision mixed_precision",
+            "precision": "Precision",
             "torch_optim": "torch_optimizer",
             "": "elementwise lr_schedules matrix torch_optim",
             "optimizers": "adagrad lion scale sgd",
-            "transforms": "Transform chain skip_if",
+            "transforms": "Transform chain mixed_precision skip_if",
         },
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, NamedTuple
+from functools import partial
+from typing import Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,14 +102,11 @@ def _adam(
             full_grads, full_params, steps, exp_avgs, exp_avg_sqs = zip(*full, strict=True)
             if not bias_correction:  # after infinitely many updates the kernel corrects nothing: 1 - beta**inf is 1
                 steps = tuple(torch.full_like(step, math.inf) for step in steps)
-
-            def run(params: Any, grads: Any, exp_avgs: Any, exp_avg_sqs: Any) -> None:
-                kernel(
-                    params, grads, exp_avgs, exp_avg_sqs, [], steps,
-                    lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
-                    amsgrad=False, maximize=False, found_inf=found_inf,
-                )  # fmt: skip
-
+            run = partial(
+                kernel, max_exp_avg_sqs=[], state_steps=steps,
+                lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay, eps=eps,
+                amsgrad=False, maximize=False, found_inf=found_inf,
+            )  # fmt: skip
             run_fused(run, full_params, full_grads, exp_avgs, exp_avg_sqs)
         return list(states)
 

@@ -27,7 +27,7 @@ WarmupType = Literal["log", "linear"]
 
 
 def _after(first: float, formula: Schedule) -> Schedule:
-    """`first`, then the formula of DeepSpeed's iterations i = 0, 1, …"""
+    """`first` for update 0; then the formula, which gets DeepSpeed's iterations i = 0, 1, …"""
     return lambda n: formula(n - 1) if n else first
 
 

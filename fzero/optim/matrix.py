@@ -275,7 +275,7 @@ def orthogonalise(matrix: Tensor, *, num_steps: int = 5, eps: float = 1e-7) -> T
     Args:
         matrix: (A, B), any dtype.
         num_steps: more steps lift smaller singular values.
-        eps: the smallest divisor in place of the norm.
+        eps: the norm's smallest value as a divisor.
 
     Returns:
         (A, B), bfloat16.

@@ -7,7 +7,7 @@ import zlib
 import torch
 from torch import Tensor
 
-from fzero.optim.precision import Rounding
+from fzero.optim.transforms import Rounding
 
 
 def salts_of(seed: int, num: int) -> list[int]:

@@ -38,12 +38,6 @@ if TYPE_CHECKING:
         chunk_costs as chunk_costs,
         predict as predict,
     )
-    from fzero.pipeline.topology import (
-        PipeDataParallelTopology as PipeDataParallelTopology,
-        PipelineParallelGrid as PipelineParallelGrid,
-        PipeModelDataParallelTopology as PipeModelDataParallelTopology,
-        ProcessTopology as ProcessTopology,
-    )
 else:
     __getattr__, __dir__, __all__ = door(
         __name__,
@@ -55,6 +49,5 @@ else:
             "partition": "LayerCost balanced partition_by_cost uniform",
             "pipeline": "Pipeline",
             "timeline": "PipelineTimeline chunk_costs predict",
-            "topology": "PipeDataParallelTopology PipeModelDataParallelTopology PipelineParallelGrid ProcessTopology",
         },
     )

@@ -33,9 +33,10 @@ from fzero.pipeline.seeds import StepSeeds, keyed
 from fzero.pipeline.stages import Stages
 from fzero.runtime import phases
 from fzero.runtime.autograd_nodes import Visits
+from fzero.runtime.batches import loss_of
 from fzero.runtime.eager import recomputing
-from fzero.runtime.finish import Collected
-from fzero.runtime.loss import loss_of, loss_row, mean_of
+from fzero.runtime.finish import Collected, loss_row, mean_of
+from fzero.runtime.inspection import inspecting
 from fzero.runtime.phases import AccumulationWindow
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.state import TrainState
@@ -55,9 +56,9 @@ class PipelineProgram:
     Attributes:
         model: this stage's layers.
         bounds: the bounds of all chunks.
-        order: of all stages.
+        order: the order of all stages.
         evaluation: the order of so many micro-batches without gradients.
-        loss_fn: of the last layer's output and the labels; None where the output is the loss.
+        loss_fn: the function of the last layer's output and the labels; None where the output is the loss.
         blocks: the parts of a chunk that are checkpointed.
         mailbox: carries the messages of this stage.
         last_loss: the result of `loss_fn` for the micro-batch that ran last, without its graph; empty where none has run here.
@@ -122,7 +123,7 @@ class PipelineProgram:
         try:
             with self._sending(), torch.no_grad(), random_state(state.rng, run.device), keyed(run.device) as seeds:
                 passes = Passes(self, run, micro_batches, seeds, computes_loss)
-                with phases.inspecting(run, state, "evaluate"):
+                with inspecting(run, state, "evaluate"):
                     self.model.eval()
                     self._execute(passes, run, self.evaluation(len(micro_batches)))
         finally:
@@ -170,7 +171,7 @@ def message_of(order: PipeOrder, event: PipeEvent) -> Message:
 @lru_cache
 def expected_of(order: PipeOrder, stage: int) -> tuple[Expected, ...]:
     """The messages that a stage will receive, in order."""
-    num_received = dict[Message, int]()  # by what a peer sends, its receives from this stage so far
+    num_received = dict[Message, int]()  # per message of a peer: its receives from this stage before it
     for peer, events in enumerate(order.events):
         count = 0
         for event in events if peer != stage else ():

@@ -65,10 +65,10 @@ class TiedLayerSpec(LayerSpec):
     """A layer that shares weights with the other layers of its key, wherever they are.
 
     Args:
-        key: of the tied layers; the shared module is `tied_modules.<key>`.
+        key: the key of the tied layers; the shared module is `tied_modules.<key>`.
         typename: a class of modules.
         *module_args, **module_kwargs: its arguments.
-        forward_fn: `forward_fn(module, input)` in place of `module(input)`, such as an embedding's use as a head.
+        forward_fn: `forward_fn(module, input)` instead of `module(input)`, such as an embedding's use as a head.
         tied_weight_attr: the name or names of the shared parameters in the module; they may be dotted.
 
     >>> TiedLayerSpec("embed", nn.Embedding, 8, 2)
@@ -100,8 +100,8 @@ class Tied:
     """The layers of one key.
 
     Args:
-        key: of their specs.
-        indices: of the layers, rising.
+        key: the key of their specs.
+        indices: the positions of the layers, rising.
         weights: the names of the shared parameters in the module.
     """
 
@@ -115,7 +115,7 @@ class LayerSeeds:
     """The seed of each layer: `base_seed` plus its index.
 
     Args:
-        base_seed: of layer 0.
+        base_seed: the seed of layer 0.
         seed_fn: is called with the seed; by default the generators of torch, `random` and NumPy are seeded.
     """
 
@@ -165,7 +165,7 @@ class StageLayers(nn.Module):
         layers: all layers of the model.
         ranges: (start, stop) of each chunk that the rank holds; a chunk may be empty.
         tied: the keys of tied layers. The first layer of a key seeds the shared module on each stage that holds it.
-        seeds: of the layers.
+        seeds: the seeds of the layers.
         device: where the layers are built, "meta" too; the current one if it is None.
         built: layers that exist already, by index, and tied modules by key.
 

@@ -132,7 +132,7 @@ class Mailbox:
 
     Attributes:
         ways: the ranks with the same place in the other axes of the mesh, one for each stage.
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     ways: Ways

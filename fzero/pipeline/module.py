@@ -8,10 +8,11 @@ take either.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import nn
@@ -19,7 +20,23 @@ from torch import nn
 from fzero.comms.process_group import is_joined, job
 from fzero.pipeline.layers import Layer, LayerSeeds, LayerSpec, StageLayers, Tied, TiedLayerSpec, build_layer
 from fzero.pipeline.partition import Bounds, LayerCost, balanced, check_bounds, owner, partition_by_cost, uniform
-from fzero.pipeline.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from sharding import Mesh
+
+
+class Topology(Protocol):
+    """Named axes of all ranks, in row-major order, one of which is `pipe`; DeepSpeed's `ProcessTopology` is one."""
+
+    @property
+    def axes(self) -> Sequence[str]: ...
+    @property
+    def dims(self) -> Sequence[int]: ...
+
+
+class _Axes(NamedTuple):
+    """The axes of a pipeline that was given its number of stages."""
+
+    axes: tuple[str, ...]
+    dims: tuple[int, ...]
 
 
 class PipelineError(Exception):
@@ -32,11 +49,11 @@ class PipelineModule(nn.Module):
     Args:
         layers: `LayerSpec`, `TiedLayerSpec`, modules or callables; also an `nn.Sequential`.
         num_stages: p; it divides the ranks of the job.
-        topology: in place of `num_stages`, the axes of all ranks.
+        topology: instead of `num_stages`, the axes of all ranks.
         loss_fn: `loss_fn(outputs, labels)` is the loss of a micro-batch, on the last stage.
         seed_layers: DeepSpeed's. fzero always builds layer i under the seed `base_seed + i`, so it has no effect.
         seed_fn: is called with a layer's seed before it is built.
-        base_seed: of layer 0.
+        base_seed: the seed of layer 0.
         partition_method: "parameters" (those that train; "parameters:all" counts frozen ones too), "uniform", "type:REGEX" (of
             class names), the bounds by hand (`[0, 5, 10]`), or one `LayerCost` for each layer.
         activation_checkpoint_interval: so many layers are recomputed together in the backward; 0 stores all activations.
@@ -58,7 +75,7 @@ class PipelineModule(nn.Module):
         self,
         layers: Iterable[Layer],
         num_stages: int | None = None,
-        topology: ProcessTopology | None = None,
+        topology: Topology | None = None,
         loss_fn: Callable[..., Any] | None = None,
         seed_layers: bool = False,
         seed_fn: Callable[[int], Any] | None = None,
@@ -70,8 +87,9 @@ class PipelineModule(nn.Module):
         dynamic_shape: bool = False,
     ) -> None:
         super().__init__()
-        self._topo = _topology(num_stages, topology)
-        self.num_stages = self._topo.get_dim("pipe")
+        self.axes_of_ranks: Topology = _topology(num_stages, topology)
+        lengths = dict(zip(self.axes_of_ranks.axes, self.axes_of_ranks.dims, strict=True))
+        self.num_stages, self.num_data_ranks = lengths["pipe"], lengths.get("data", 1)
         self.loss_fn, self.dynamic_shape = loss_fn, dynamic_shape
         self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
         self.activation_checkpoint_interval = activation_checkpoint_interval
@@ -84,17 +102,16 @@ class PipelineModule(nn.Module):
         )  # a model's own number, such as of its blocks
         self.tied: Mapping[str, Tied] = _tied(self._layer_specs)
         self._partition_method = partition_method
-        self._grid: PipelineParallelGrid | None = None
         self.stage_id: int | None = None
-        if is_joined() and self._topo.world_size() == job().size:
-            self._grid = PipelineParallelGrid(self._topo)
-            self.stage_id = self._grid.stage_id
+        if is_joined() and math.prod(lengths.values()) == job().size:
+            mesh = Mesh.of(**lengths)
+            self.stage_id = mesh.coordinate(job().rank)["pipe"]
         self.parts: list[int] = []
         self._local_start, self._local_stop = 0, len(self._layer_specs)
         self._partition_layers(method=partition_method)
         self._check_shared(self.parts)
         self._own: StageLayers | None = None
-        if self._grid is not None:
+        if self.stage_id is not None:
             self._build()
 
     @classmethod
@@ -312,22 +329,8 @@ class PipelineModule(nn.Module):
         """Further losses by name, for a log; none here. Subclasses override it."""
         return None
 
-    # --- DeepSpeed's names -----------------------------------------------------------------------------------------------
 
-    def topology(self) -> ProcessTopology:
-        """The axes of all ranks."""
-        return self._topo
-
-    def mpu(self) -> PipelineParallelGrid | None:
-        """The grid of this rank; None outside a job."""
-        return self._grid
-
-    def num_pipeline_stages(self) -> int:
-        """The number of stages."""
-        return self.num_stages
-
-
-def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
+def _topology(num_stages: int | None, topology: Topology | None) -> Topology:
     if topology is not None:
         if "pipe" not in topology.axes:
             raise RuntimeError(f"PipelineModule: topology must have an axis 'pipe', got {list(topology.axes)}; add one")
@@ -344,7 +347,7 @@ def _topology(num_stages: int | None, topology: ProcessTopology | None) -> Proce
             f"PipelineModule: num_stages must divide the number of ranks, {size}, got {num_stages}; start "
             f"{size - size % num_stages or num_stages} ranks, or use another number of stages"
         )
-    return PipeDataParallelTopology(num_stages, size // num_stages)
+    return _Axes(("pipe", "data"), (num_stages, size // num_stages))
 
 
 def _checked(layers: Iterable[Layer]) -> tuple[Layer, ...]:

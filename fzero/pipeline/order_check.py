@@ -214,7 +214,7 @@ class _Stage:
 
 
 def made_here(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterable[tuple[PipeEvent, ...]]:
-    """What an event needs of a neighbouring chunk on the same stage: one event of each tuple."""
+    """The events of a neighbouring chunk on the same stage that an event needs: one of each tuple."""
     kind, micro_batch, chunk = event
     if kind == "forward" and chunk > 0 and stage_of[chunk - 1] == stage:
         yield (PipeEvent("forward", micro_batch, chunk - 1),)

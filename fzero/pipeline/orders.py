@@ -333,7 +333,7 @@ def with_transfers(name: str, events: Events, stage_of: Sequence[int]) -> tuple[
         return tuple(map(tuple, events))
     sent = defaultdict[tuple[int, int], deque[PipeEvent]](
         deque
-    )  # by (from, to), the receives of what is sent, in order
+    )  # (source, target) -> receive events, in the order of sending
     for stage, own in enumerate(events):
         for event in own:
             for send in sends(event, stage, stage_of):
@@ -386,7 +386,7 @@ def sends(event: PipeEvent, stage: int, stage_of: Sequence[int]) -> Iterator[Pip
 
 
 def receive_of(send: PipeEvent, stage_of: Sequence[int]) -> tuple[int, PipeEvent]:
-    """The stage that a send goes to, and the receive of it there."""
+    """The receiving stage of a send, and the event that receives it there."""
     if send.kind == "send_output":
         return stage_of[send.chunk + 1], PipeEvent("receive_input", send.micro_batch, send.chunk + 1)
     return stage_of[send.chunk - 1], PipeEvent("receive_gradient", send.micro_batch, send.chunk - 1)

@@ -97,7 +97,7 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """Of forward and backward."""
+        """Seconds of forward and backward."""
         return self.forward + self.backward
 
 
@@ -110,7 +110,7 @@ def partition_by_cost(
 
     Args:
         costs: by layer.
-        num_parts: of chunks, at most the number of layers.
+        num_parts: the number of chunks, at most the number of layers.
         in_flight: by part, how many micro-batches are stored (`PipeOrder.in_flight`); one if it is empty.
         nbytes: the memory of a rank, for the state of its part and what is stored.
 

@@ -31,7 +31,7 @@ def draw_timeline(timeline: PipelineTimeline, title: str = "", *, after: Sequenc
     Of an interleaved order, later chunks are darker. A curve in each lane is what the stage stores, from none to the most of all.
 
     Args:
-        timeline: of one step.
+        timeline: the timeline of one step.
         title: "" writes the order, its seconds and its bubble.
         after: by stage, the seconds in which it reduces gradients after its last backward.
     """

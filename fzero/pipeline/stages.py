@@ -56,7 +56,7 @@ class Stages:
         most: the most such buffers of one stage.
         ties: the tied layers of this stage.
         names: the names of all parameters and buffers of the model in the order of the layers.
-        device: of this rank.
+        device: the device of this rank.
     """
 
     world: RankAxis
@@ -241,7 +241,7 @@ class Stages:
 
         Args:
             names: the keys of this stage's state dict, each with the name of its tensor.
-            forms: of these tensors, as plain values.
+            forms: the forms of these tensors, as plain values.
             own: these tensors, those of one flat buffer after the other.
         """
         every = collectives.exchange((names, forms), self.axis, label=Label("gather"))
@@ -292,7 +292,7 @@ def order_of(keys: Sequence[Sequence[tuple[int, str]]]) -> Iterator[tuple[int, i
     """The flat buffers of all stages, as (stage, place), in the order of the layers; a copy of a tied one is left out.
 
     Args:
-        keys: of each stage, its flat buffers as (number of the first layer that uses it, key).
+        keys: the keys of each stage, its flat buffers as (number of the first layer that uses it, key).
 
     >>> list(order_of([[(0, "tied/float32"), (1, "1/float32")], [(2, "2/float32"), (0, "tied/float32")]]))
     [(0, 0), (0, 1), (1, 0)]

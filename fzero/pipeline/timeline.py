@@ -104,7 +104,7 @@ def predict(
     Args:
         order: checked (`plan_order`).
         costs: by chunk, of one micro-batch.
-        bandwidth: of the link from one stage to another, bytes per second in each direction.
+        bandwidth: the bandwidth of the link from one stage to another, bytes per second in each direction.
         latency: seconds that each message takes besides.
 
     >>> from fzero.pipeline.orders import one_f_one_b
@@ -119,7 +119,7 @@ def predict(
         )
     stages = [_Stage(order, stage, costs) for stage in range(order.stages)]
     arrived = dict[PipeEvent, float]()
-    free = defaultdict[tuple[int, int], float](float)  # by link, when it is free
+    free = defaultdict[tuple[int, int], float](float)  # per link: the time when it is free
     has_moved = True
     while has_moved:
         has_moved = False

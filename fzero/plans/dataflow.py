@@ -14,14 +14,16 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self, TypeVar
 
+from fzero.comms.comm_hooks import CommHook
 from fzero.config.stages import StageSpecs
 from fzero.optim.precision import Dtypes
 from fzero.plans.mesh_axes import num_ranks, replicate_axes, sum_order
 from sharding import Mesh, Partition, Replicated, Sharded, Spec
+from sharding.views import torch_dtype
 
 
 class Named(Protocol):
@@ -50,7 +52,7 @@ class GradHome:
     Attributes:
         fills: the memory in which the full gradient is collected: its `home`; a `copy` of the home on the device, which is
             written back; or `scratch` memory.
-        dtype: of this memory.
+        dtype: the dtype of this memory.
         adds_to_sum: whether this memory holds the sum of earlier micro-steps, to which the gradient is added.
         reduces: whether the gradient is reduced now; if not, the last micro-step reduces the sum.
         adds_held: whether the home's shard is added to the reduced one before their sum over the replicate axes.
@@ -66,10 +68,7 @@ class GradHome:
     adds_held: bool
     adds_late: bool
     is_in_place: bool
-
-    @property
-    def leaves(self) -> Holds:
-        return "result" if self.reduces else "sum"
+    leaves: Holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +81,7 @@ class BufferDataflow:
         scatters_over: the axes of the gradients' reduce-scatter; empty in stage 0.
         sums_over: the axes of the all-reduce that follows: for shards the replicate axes; in stage 0 all axes, and it covers
             all elements.
+        sums_late: whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one.
         reduces_to: the part of the reduced gradient that a rank gets.
         collects: the part of the gradient that a rank adds up over micro-steps.
         updates: the part of the parameters that a rank updates.
@@ -114,6 +114,7 @@ class BufferDataflow:
     gathers_once: bool
     scatters_over: tuple[str, ...]
     sums_over: tuple[str, ...]
+    sums_late: bool
     reduces_to: Extent
     collects: Extent
     updates: Extent
@@ -144,13 +145,16 @@ class BufferDataflow:
         gathers_over = specs.params.axes if isinstance(specs.params, Sharded) else ()
         sums_all, updates_shard = isinstance(specs.grads, Replicated), isinstance(specs.optimizer, Sharded)
         param_numel, updated_numel = held(specs.params), held(specs.optimizer)
+        collects: Extent = "full" if held(specs.grads) == padded_numel else "shard"
+        sums_over = sum_order(mesh) if sums_all else replicate_axes(mesh, axes)
         return cls(
             gathers_over=gathers_over,
             gathers_once=specs.gathers == "once",
             scatters_over=() if sums_all else axes,
-            sums_over=sum_order(mesh) if sums_all else replicate_axes(mesh, axes),
+            sums_over=sums_over,
+            sums_late=bool(sums_over) and collects == "shard",
             reduces_to="full" if sums_all else "shard",
-            collects="full" if held(specs.grads) == padded_numel else "shard",
+            collects=collects,
             updates="shard" if updates_shard else "full",
             joins_over=axes[len(gathers_over) :] if param_numel > updated_numel else (),
             # One rank sends nothing, and so does not round to the dtype of communication.
@@ -161,11 +165,6 @@ class BufferDataflow:
             reduced_numel=padded_numel if sums_all else partition.shard_numel,
             updated_numel=updated_numel,
         )
-
-    @property
-    def sums_late(self) -> bool:
-        """Whether micro-steps only add up shards; the sum over the replicate axes is made once, after the last one."""
-        return bool(self.sums_over) and self.collects == "shard"
 
     def home(self, holds: Holds, *, is_last: bool, is_here: bool = True) -> GradHome:
         """How a visit of the buffer's unit in a backward treats its gradient.
@@ -204,6 +203,7 @@ class BufferDataflow:
             adds_held=adds_held,
             adds_late=adds_late,
             is_in_place=is_here and not (adds_held or adds_late or is_cast),
+            leaves="result" if is_last or not is_full else "sum",
         )
 
 
@@ -222,3 +222,37 @@ def along(axes: tuple[AnyAxis, ...], names: Collection[str]) -> tuple[AnyAxis, .
     if len(axes) == 1 or not names:  # the usual case at once: a step asks several times per unit
         return axes if names and axes[0].name in names else ()
     return tuple(axis for axis in axes if axis.name in names)
+
+
+ByAxis = Mapping[str, CommHook]
+
+
+@dataclass(frozen=True, slots=True)
+class CommHooks:
+    """The comm hooks by axis; along an axis that is not named, numbers are sent exactly.
+
+    Attributes:
+        gather: for gathers of trained parameters, in the forward and the backward of stage 3.
+        frozen: for gathers of frozen parameters.
+        reduce: for reductions of gradients.
+    """
+
+    gather: ByAxis = field(default_factory=dict)
+    frozen: ByAxis = field(default_factory=dict)
+    reduce: ByAxis = field(default_factory=dict)
+
+    def __bool__(self) -> bool:
+        return bool(self.gather or self.frozen or self.reduce)
+
+    def of_gathers(self, dtype: str, *, trained: bool) -> ByAxis:
+        """Those for gathers of parameters; codes (packed weights) are no numbers to round, and are sent exactly."""
+        return (self.gather if trained else self.frozen) if torch_dtype(dtype).is_floating_point else {}
+
+    def __str__(self) -> str:
+        parts = {"gathers": self.gather, "gathers of frozen parameters": self.frozen, "reductions": self.reduce}
+        return ", ".join(
+            f"{name} along {axis} through {hook.name}"
+            for name, hooks in parts.items()
+            for axis, hook in hooks.items()
+            if not (hooks is self.frozen and self.frozen == self.gather)
+        )

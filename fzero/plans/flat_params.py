@@ -20,7 +20,8 @@ import fzero.optim as optim
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.config.stages import StageSpecs
-from fzero.optim.precision import Dtypes, Precision, mixed_precision
+from fzero.optim.precision import Dtypes, Precision
+from fzero.optim.transforms import mixed_precision
 from fzero.plans.dataflow import BufferDataflow
 from fzero.plans.mesh_axes import num_ranks, shard_axes
 from fzero.plans.orders import OrderFunction, ordered
@@ -51,7 +52,7 @@ class FlatParamPlan:
     rule: str = ""
     """The optimizer's update rule for it (Muon has one for matrices, one for the rest); see `OptimizerBlock.kind_of`."""
     elementwise: bool = True
-    """Whether the optimizer treats each element by itself."""
+    """Whether the optimizer treats each element separately."""
     start: int = 0
     """The update in which the optimizer state began; parameters that differ in it have different buffers."""
     placement: Placement = DEVICE

@@ -8,6 +8,7 @@ hook.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import optree
 import torch
@@ -16,10 +17,12 @@ import fzero.comms as comms
 from fzero.comms.comm_hooks import CommHook, exact
 from fzero.config.config import ConfigError
 from fzero.config.zero import ZeroOptimization
-from fzero.plans.comm_hooks import CommHooks, GivenHook, state_like
+from fzero.plans.dataflow import ByAxis, CommHooks
 from fzero.plans.mesh_axes import sum_order
 from sharding import DATA, Mesh
 
+GivenHook = CommHook | ByAxis | None
+"""A comm hook for all axes, or comm hooks by axis; None takes those of the configuration."""
 BLOCK = 256
 """Elements that share a scale where the configuration asks for quantization; DeepSpeed has no key for it."""
 
@@ -90,3 +93,8 @@ def _by_axis(field_: str, hook: GivenHook, mesh: Mesh, axes: tuple[str, ...]) ->
                 f"parameters, got {one.name}; leave the error feedback out"
             )
     return {axis: given[axis] for axis in axes if axis in given and mesh.axis_size(axis) > 1 and given[axis] != exact()}
+
+
+def state_like(hook: CommHook, numel: int, dtype: torch.dtype) -> Any:
+    """The state of a comm hook for `numel` elements, on the device `meta`."""
+    return hook.init(torch.empty(numel, dtype=dtype, device="meta"))

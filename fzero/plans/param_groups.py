@@ -37,7 +37,7 @@ The learning rate is a number, or a 0-d tensor if the whole step is compiled."""
 
 @dataclass(frozen=True, slots=True)
 class UserTransform:
-    """A user's transform in place of an optimizer of the configuration.
+    """A user's transform instead of an optimizer of the configuration.
 
     Attributes:
         field: the argument that it was given in, for error messages.

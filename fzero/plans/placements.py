@@ -79,7 +79,7 @@ def _given(leaf: StateLeaf, given: GivenPlacements) -> Placement | None:
 
 
 def _check_all_used(given: GivenPlacements, names: Sequence[str]) -> None:
-    """Raises a ConfigError if a pattern is the first match of no tensor; `names` are those of all."""
+    """Raises a ConfigError if a pattern is the first match of no tensor; `names` are all tensors."""
     patterns = list(given) if isinstance(given, Mapping) else []
     # fnmatch: "optimizer/*" also matches a key with slashes in it.
     used = {next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None) for name in names}

@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import optree
 from rich.console import Group
 
+from fzero.common.notebooks import as_html
 from fzero.common.text_tables import as_text
 from fzero.config.stages import STAGES, Stage, StageSpecs
 from fzero.plans import report, traffic
-from fzero.plans.comm_hooks import CommHooks, state_like
+from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
+from fzero.plans.hook_choice import state_like
 from fzero.plans.leaves import StateLeaf, state_leaves
 from fzero.plans.mesh_axes import num_ranks, replicate_axes
 from fzero.plans.streaming import Streaming
@@ -59,11 +61,11 @@ class Plan:
         buffers: the specs of the module's own buffers, by name.
         prefetch: the largest number of elements that a compiled step gathers before their use. Compiled and eager steps gather at
             least the next unit early, unless it is 0; None is one unit.
-        max_live: the largest number of gathered elements that are live after a prefetch; one unit always is.
+        max_live: the largest number of gathered elements that are live after a prefetch; a single unit may exceed it.
         num_micro_steps: micro-batches in one step.
         max_reducing: see `UnitRules`.
-        max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); for None the compiled
-            step chooses.
+        max_reuse_distance, gather_bucket, reduce_bucket: sizes for the compiled step (`PassOptions`); with None the
+            compiled step chooses them.
         comm_hooks: the comm hooks through which parameters are gathered and gradients are reduced.
         streaming: how state that lives off the device moves.
         unit_rules: the part of the plan that the unit scheduler reads.
@@ -290,8 +292,6 @@ class Plan:
         return as_text(self)
 
     def _repr_html_(self) -> str:
-        from fzero.common.notebooks import as_html
-
         return as_html(self)
 
 

@@ -16,9 +16,9 @@ from fzero.common.arguments import check_model, check_names
 from fzero.common.collector import collector_paused
 from fzero.config.config import Config
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.plans.comm_hooks import CommHooks, GivenHook
+from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import UnitPlan, UnitPlanner, optimizer_specs
-from fzero.plans.hook_choice import comm_hooks_of
+from fzero.plans.hook_choice import GivenHook, comm_hooks_of
 from fzero.plans.mesh_axes import PARTS_OF_MODEL, check_mesh, mesh_of, shard_axes
 from fzero.plans.orders import GivenOrder, check_named, in_two_numbers
 from fzero.plans.param_groups import OwnTransform, ParamGroup, UserTransform, check_groups, check_params, optimizers_of
@@ -85,11 +85,11 @@ class PlanSpec:
     """The `CommHook` that sends gradients along all axes of the mesh, or hooks by axis. With hooks, gradients are summed along
     one axis after the other. The states of the hooks are in `state.hook_states`. Finished sums are sent exactly."""
     placements: GivenPlacements = None
-    """The memory of masters and optimizer tensors, in place of the configuration's offload. Pass a mapping of patterns,
+    """The memory of masters and optimizer tensors, instead of the configuration's offload. Pass a mapping of patterns,
     `{"optimizer/*/exp_avg": Placement("nvme", path="/fast")}`, or a function of quantity, flat buffer and leaf
     (`fzero.plans.placements`). The state is then streamed through each update; on the CPU the result has the same bits."""
     order: GivenOrder = None
-    """The order of the parameters within each flat buffer, in place of `round_robin_gradients`: a function from the number of
+    """The order of the parameters within each flat buffer, instead of `round_robin_gradients`: a function from the number of
     parameters and of ranks to a `sharding.Order` (`sharding.round_robin`; `fzero.testing.check_order` checks your own), or a list
     of all parameters' names in the order wanted. None takes the configuration's, else the order of declaration. The order
     decides which rank holds which part; it changes no number of the model."""

@@ -67,7 +67,7 @@ class _Rank:
     where: str = "the begin"
     under_way: set[str] = field(default_factory=set)
     live: set[str] = field(default_factory=set)
-    collected: Counter[str] = field(default_factory=Counter)  # by key of a flat gradient
+    collected: Counter[str] = field(default_factory=Counter)  # per flat gradient, by its key
     reducing: deque[str] = field(default_factory=deque)
     peak: int = 0
 

@@ -14,7 +14,7 @@ class StagedPlan:
     """The plan of a job: one for each stage of its model, or the only one.
 
     Args:
-        mesh: of all ranks of the job.
+        mesh: the mesh of all ranks of the job.
         stages: the plan of each stage.
         members: the ranks of the job that hold each stage, in order.
     """

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, get_args
 import fzero.optim as optim
 from fzero.comms.comm_hooks import CommHook
 from fzero.comms.records import messages
-from fzero.plans.comm_hooks import CommHooks
+from fzero.plans.dataflow import CommHooks
 from fzero.plans.flat_params import FlatParamPlan, UnitPlan
 from sharding import Mesh
 from sharding.dtypes import itemsize

@@ -14,7 +14,7 @@ executes them on tensors (`fzero.runtime.sequencer`), a dry run on a ledger (`fz
 | boundary | the forward ends (agreed) |
 | collect | a flat gradient begins; `unit` is the key of its flat buffer |
 | reduce | the reductions of the unit start, with zeros where it has no gradients (agreed) |
-| keep | in place of reduce: the full gradients of the unit stay for the next micro-step |
+| keep | instead of reduce: the full gradients of the unit stay for the next micro-step |
 | end_reduce | the oldest reductions are waited for, and written to the memory where the gradients live |
 | negotiate, depart | the runtime agrees with all ranks on the next event, or on leaving the order; calls `agreed` or `depart` |
 | use, grad | only in a record for the checker: the model uses a unit; the gradients of one visit are written |
@@ -46,7 +46,7 @@ class _Run:
     order: Sequence[Event] | None = None
     begun: int = 0
     place: int = 0
-    _gather: int = 0  # where the next gather is
+    _gather: int = 0  # index of the next gather
 
     @property
     def next(self) -> Event | None:
@@ -87,18 +87,18 @@ class UnitScheduler:
         self._since = 0  # the index in `executed` at which the first forward after the last backward begins
         self._live = self._under_way = ""  # the units in use and being gathered
         self._entered: set[str] = set()  # units that this rank has used in the forwards of the present backward
-        self._ready: Counter[str] = Counter()  # by unit, the complete gradients that are not yet reduced
-        self._filling = defaultdict[str, set[str]](set)  # by unit, the keys of flat gradients that have begun
+        self._ready: Counter[str] = Counter()  # per unit: complete gradients that are not yet reduced
+        self._filling = defaultdict[str, set[str]](set)  # per unit: keys of flat gradients that have begun
         self._in_flight: deque[str] = deque()  # units whose reductions are under way
-        self._num_reducing = 0  # the elements of their full gradients
+        self._num_reducing = 0  # elements of the full gradients of `_in_flight`
         self._is_last = True
-        self._open_visits: Counter[str] = Counter()  # by unit, the visits whose gradients are not complete
+        self._open_visits: Counter[str] = Counter()  # per unit: visits whose gradients are not complete
 
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def begin(self, order: Sequence[Event] | None) -> None:
         """A run begins: it follows an order, or negotiates one."""
-        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # what a followed run left is not this one's
+        self._run, self._rest = _Run(order, len(self.executed)), iter(())  # drops what the previous run left
 
     def begin_forward(self, is_first: bool) -> tuple[Event, ...]:
         """The run is a forward; `is_first`: the first since the last backward."""

@@ -65,7 +65,7 @@ def find_units(
 
 
 def blocks_of(model: nn.Module, patterns: Sequence[str] | None = None) -> list[str]:
-    """The names of the modules that are units by themselves: those that match `patterns`, or the repeated blocks."""
+    """The names of the modules that are units of their own: those that match `patterns`, or the repeated blocks."""
     return _named_blocks(model, patterns) if patterns is not None else _repeated_blocks(model)
 
 
@@ -150,7 +150,7 @@ def _has_params(module: nn.Module) -> bool:
 def _runs(blocks: Sequence[str], names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
     """The names in their order, in runs of one block: pairs (block, names); the block is None outside of blocks."""
     known = set(blocks)
-    block_of: dict[str, str | None] = {}  # by module: most modules have several parameters
+    block_of: dict[str, str | None] = {}  # per module, because most have several parameters
     runs: list[tuple[str | None, list[str]]] = []
     for name in names:
         module = name.rpartition(".")[0]

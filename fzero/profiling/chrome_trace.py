@@ -24,7 +24,7 @@ def save_trace(path: str | Path, step: TrainStep, state: TrainState[Tensor], bat
     *Collective:* every rank, like two steps; each writes its own file.
 
     Args:
-        path: of this rank's file, a different name on each rank of a machine; its folder is created.
+        path: the path of this rank's file, a different name on each rank of a machine; its folder is created.
         step: of `make_train_step`.
         state, batch: as for a step; no iterator, because the batch is used twice.
 

@@ -42,8 +42,8 @@ class CommRow(NamedTuple):
     Attributes:
         number: its index in the step, from 0.
         collective: as called; a graph on gloo calls `all_to_all` where shards are exchanged.
-        axis: of the mesh; "world" is all ranks of a mesh with several axes.
-        unit: of the flat buffer; "" if it belongs to no unit.
+        axis: the axis of the mesh; "world" is all ranks of a mesh with several axes.
+        unit: the unit of the flat buffer; "" if it belongs to no unit.
         buffer: the key of the flat buffer.
         purpose: see `fzero.comms.Label`.
         phase: when it starts: in the forward, at the forward/backward boundary (`boundary`), in the backward or in the update.
@@ -81,7 +81,7 @@ class CommTrace:
 
     Attributes:
         rows: in the order in which the collectives start.
-        title: of the table and the picture.
+        title: the title of the table and the picture.
     """
 
     rows: tuple[CommRow, ...] = field(repr=False)

@@ -39,7 +39,7 @@ PACKAGES = (
     "fzero", "torch", "numpy", "optree", "einops", "pydantic", "rich", "safetensors", "transformers", "deepspeed",
 )  # fmt: skip
 PROGRAMS = ("ssh", "pdsh", "mpirun", "srun")
-NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather; of a file
+NBYTES, DISK_NBYTES = 1 << 26, 1 << 28  # of a copy or a gather, and of a file
 NUM_COPIES = 40  # some 0.3 seconds
 NUM_WEIGHTS = 8  # matrices that are multiplied in turn: a step's weights are not in the cache either
 

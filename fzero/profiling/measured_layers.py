@@ -3,7 +3,7 @@
     costs = measure_layers(model, (inputs, labels), device="cuda")
     model = PipelineModule(layers, num_stages=4, loss_fn=loss_fn, partition_method=costs)
 
-Each layer runs forward and backward by itself, on what the layer before it made. `fzero.estimation.estimate_layers` predicts the
+Each layer runs forward and backward alone, on the outputs of the layer before it. `fzero.estimation.estimate_layers` predicts the
 same without running anything.
 """
 

@@ -25,13 +25,13 @@ from fzero.config.files import changed
 from fzero.estimation.compare import keys_of, quietly
 from fzero.optim.adam_kernels import adamw
 from fzero.optim.fragments import ShardContents
-from fzero.optim.precision import mixed_precision
+from fzero.optim.transforms import mixed_precision
 from fzero.plans.param_groups import optimizers_of
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import plan
 from fzero.profiling.module_timer import ModuleTimer
 from fzero.profiling.reports import Profile, fastest
-from fzero.runtime.loss import LossFn, loss_of
+from fzero.runtime.batches import LossFn, loss_of
 from sharding.views import torch_dtype
 
 OF_MANY_RANKS: dict[str, None] = dict.fromkeys(
@@ -171,11 +171,11 @@ def update_rate(
 
 
 MOST_SECONDS = 2.0
-"""Of the calls of one measurement."""
+"""Counts and times of the calls of one measurement."""
 
 
 def usual(work: Callable[[], object], device: torch.device, *, num_calls: int = 7) -> float:
-    """The median seconds of some calls, after one warm-up call: a plan is of the usual step.
+    """The median seconds of some calls, after one warm-up call, because a plan predicts the usual step.
 
     After `MOST_SECONDS` no further call is made; where the warm-up call alone takes longer, it counts.
     """
@@ -201,7 +201,7 @@ def attention_rate(device: torch.device | str = "cpu", dtype: torch.dtype = torc
         out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), out)
 
-    products = 2 + 5  # of the forward and the backward, which computes the scores again
+    products = 2 + 5  # two of the forward and five of the backward, which computes the scores again
     return products * 2 * 16 * length**2 * 64 / usual(attend, device)
 
 

@@ -29,7 +29,7 @@ class ModuleProfile:
         num_params: tied ones once.
         forward_flops, backward_flops: floating point operations of matrix products, convolutions and attention.
         forward, backward: seconds.
-        again_flops: of forwards recomputed in the backward (activation checkpointing).
+        again_flops: the operations of forwards recomputed in the backward (activation checkpointing).
     """
 
     name: str

@@ -118,7 +118,7 @@ def log(
 
 
 def _makers(rank: int, to: Sequence[str], folder: Path, project: str) -> list[Callable[[], Writer]]:
-    """What makes the writers of this rank."""
+    """The function that makes the writers of this rank."""
     of_all: dict[str, Callable[[], Writer]] = {
         "jsonl": lambda: writers.json_lines(folder / f"rank{rank}.jsonl"),
         "csv": lambda: writers.csv_files(folder),
@@ -191,7 +191,7 @@ class RunLog:
         """Ends a step.
 
         Args:
-            metrics: of the step.
+            metrics: the metrics of the step.
             more: other numbers to write, by name.
         """
         if self._writers is None:
@@ -280,7 +280,7 @@ class _Rates:
                 raise ValueError("a rank of a pipeline runs a part of the model")
             how: dict[str, Any] = {"loss_fn": spec.loss_fn, "checkpoint": False, "changes": spec.changes}
             return trace_activations(spec.model, spec.cfg, batch, **how).flops
-        except Exception as error:  # of a model that cannot run without values: it trains nevertheless
+        except Exception as error:  # the model cannot run without values, so its operations stay uncounted
             if self._step.rank == 0:
                 warnings.warn(
                     f"log: the operations of a step cannot be counted ({error}), so TFLOP/s and MFU are not written; pass flops=",
@@ -292,7 +292,7 @@ class _Rates:
         """Tokens per second of all ranks, operations per second of this one, MFU, and memory in bytes.
 
         Args:
-            tokens, num_batches, seconds: of one step, as means over some.
+            tokens, num_batches, seconds: means per step.
         """
         found: dict[str, float] = {}
         if tokens:

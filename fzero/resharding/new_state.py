@@ -9,7 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from fzero.model.trainability import listed
+from fzero.model.origin import listed
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.leaves import optimizer_leaves
 from fzero.plans.param_groups import UserTransform

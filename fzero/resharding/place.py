@@ -32,7 +32,7 @@ def place(state: TrainState[Any], step: TrainStep | LockstepRanks) -> TrainState
     *Collective* if tensors move to or from files: every rank; sends a few bytes.
 
     Args:
-        state: of a step with the same model, stage, ranks and dtypes.
+        state: the state of a step with the same model, stage, ranks and dtypes.
         step: with other placements.
 
     Raises:

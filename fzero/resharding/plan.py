@@ -59,7 +59,7 @@ class Flow:
 
     Attributes:
         master: of new parameters whose master has smaller shards; a rank casts the parameters of its master shard itself.
-        stages: of the old pipeline, which holds the source, and of the new one; 0 without pipelines.
+        stages: the stages of the old pipeline, which holds the source, and of the new one; 0 without pipelines.
     """
 
     source: FlatTensor

@@ -1,14 +1,20 @@
-"""`Batches`: checks a rank's batch, cuts it into micro-batches and casts them."""
+"""A rank's batch: `Batches` checks it, cuts it into micro-batches and casts them; `loss_of_batch` computes the loss of one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from fzero.optim.transforms import is_traced
+
+if TYPE_CHECKING:
+    from fzero.runtime.step_runtime import StepRuntime
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +101,102 @@ def without_memory(batch: Any, device: torch.device) -> Any:
 def plain(batch: Any) -> Any:
     """A mapping as a dict, because optree does not look into other mappings."""
     return dict(batch) if isinstance(batch, Mapping) else batch
+
+
+# --- the loss of a micro-batch ---------------------------------------------------------------------------------------
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+def loss_of(
+    model: nn.Module,
+    loss_fn: LossFn | None,
+    batch: Any,
+    *,
+    reduces_by_sum: bool,
+    autocast: torch.dtype | None = None,
+    device: str = "cpu",
+) -> tuple[Tensor, Tensor | None]:
+    """The loss of a batch, and its weight where `loss_fn` gives a sum and a weight.
+
+    Args:
+        model: called with the batch, or passed to `loss_fn`.
+        loss_fn: see `make_train_step`; None takes the model's output.
+        batch: the arguments of the model: a mapping by name, a tuple or list by position, else one argument.
+        reduces_by_sum: whether gradients are summed over ranks, not averaged; then the loss may have no weight.
+        autocast: the dtype of `torch.autocast` on `device`, None for none.
+
+    Raises:
+        ValueError: the loss is no scalar, or depends on no trainable parameter; or the weight is not one number of at least 0.
+    """
+    if autocast is not None:
+        with torch.autocast(device, dtype=autocast):
+            return loss_of(model, loss_fn, batch, reduces_by_sum=reduces_by_sum)
+    weight = None
+    if loss_fn is not None:
+        loss: Any = loss_fn(model, batch)
+        source = "loss_fn"
+        if isinstance(loss, tuple) and len(loss) == 2:
+            if reduces_by_sum:
+                raise ValueError(
+                    f"gradient_allreduce_op: must be 'mean' when {source} gives a sum and its weight, got 'sum'; the "
+                    f"gradient of a weighted mean is divided by all weights"
+                )
+            loss, given = loss
+            make: Any = partial(torch.full, ()) if isinstance(given, int | float) else torch.as_tensor
+            weight = make(given, device=loss.device if isinstance(loss, Tensor) else None).detach()
+            check_weight(weight, source)
+    else:
+        source = f"{type(model).__name__}'s output"
+        if isinstance(batch, Mapping):
+            output = model(**batch)
+        elif isinstance(batch, tuple | list):
+            output = model(*batch)
+        else:
+            output = model(batch)
+        loss = output
+        if not isinstance(output, Tensor):
+            loss = getattr(output, "loss", None)
+            if loss is None and isinstance(output, Mapping):
+                loss = output.get("loss")
+            if loss is None and isinstance(output, tuple | list) and output:
+                loss = output[0]
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(type(loss).__name__)
+        raise ValueError(
+            f"loss: {source} must be a scalar tensor, or have a scalar as .loss or first item, got {got}; "
+            f"pass loss_fn=lambda model, batch: ... that returns a scalar"
+        )
+    # Under torch.vmap, requires_grad is not reliable.
+    if torch.is_grad_enabled() and not (loss.requires_grad or torch._C._are_functorch_transforms_active()):
+        raise ValueError(
+            f"loss: {source} must depend on a trainable parameter and does not; unfreeze one, or drop no_grad"
+        )
+    return loss.reshape(()), None if weight is None else weight.reshape(())
+
+
+def check_weight(weight: Tensor, source: str) -> None:
+    """Raises ValueError unless the weight is one number of at least 0. The value is read on the CPU only, outside a graph."""
+    is_known = weight.device.type == "cpu" and not is_traced()
+    if weight.numel() != 1 or (is_known and not weight >= 0):
+        raise ValueError(
+            f"loss: {source} must give a weight that is one number, not negative, beside the sum, got "
+            f"{weight.tolist() if is_known else tuple(weight.shape)}; give the number of summed items, such as tokens"
+        )
+
+
+def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
+    """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
+    try:
+        return loss_of(
+            run.spec.model, run.spec.loss_fn, run.batches.cast(batch),
+            reduces_by_sum=not run.rules.loss.is_mean, autocast=run.autocast, device=run.device.type,
+        )  # fmt: skip
+    except RuntimeError as error:
+        param_dtype = run.spec.cfg.precision.param_dtype
+        if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
+            error.add_note(
+                f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
+                f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
+            )
+        raise

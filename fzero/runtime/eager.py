@@ -17,6 +17,7 @@ Shape letters: P padded elements of a flat buffer = F·S, S elements of a shard,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -34,17 +35,16 @@ from fzero.comms.pending import Pending, abandon, settle
 from fzero.comms.records import Label
 from fzero.model.binding import beneath_model, beneath_modes
 from fzero.model.errors import BETWEEN, INSIDE, OVER, UNRELATED, late
-from fzero.model.fetched_parameters import untraced
+from fzero.model.own_params import untraced
 from fzero.plans.plan import Plan, UnitPlan
 from fzero.plans.unit_orders import Event, Run
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.autograd_nodes import Visits, visits_in
-from fzero.runtime.finish import GradNorms
 from fzero.runtime.gathers import Gathers, SavedView
 from fzero.runtime.learned import Learned
 from fzero.runtime.outcome import explain
 from fzero.runtime.param_views import ParamViews
-from fzero.runtime.reductions import Reductions
+from fzero.runtime.reductions import GradNorms, Reductions
 from fzero.runtime.sequencer import Sequencer
 from fzero.runtime.visits import Forwards, GivenParams, Visit, sum_of
 from fzero.storage.shard_transfer import ShardTransfer
@@ -69,7 +69,7 @@ class ForwardBackward:
         transfer: loads shards from other memory, and writes shards of gradients there.
         hook_states: the states of the reductions' comm hooks, by flat buffer and axis.
         norms: measures the results of reductions.
-        seen: the values that modules get in place of some parameters.
+        seen: the values that modules get instead of some parameters.
 
     Attributes:
         forwards, given: the forwards so far, and the parameters that the model got.
@@ -102,7 +102,7 @@ class ForwardBackward:
         self._events = Sequencer(plan, mesh, learned, self.gathers, self.reductions)
         self.status: Literal["idle", "running", "passed", "over"] = "idle"
         self._num_modes, self.runs_again = 0, False  # the dispatch modes that the caller has active around a half
-        self._present: Visit | None = None  # of the unit that the model visits now
+        self._present: Visit | None = None  # the visit that runs now, or None
         self._loss_stats: Pending | None = None
         self._range = OpenRange()  # in a trace, that of the unit being visited
 
@@ -246,7 +246,8 @@ class ForwardBackward:
         self.given.share(False)
         self.forwards.close()
         self._let_go(UnitScheduler.release)
-        self.gathers.close()
+        if self._seen.is_on:
+            self._seen.close()
 
     def _let_go(self, method: Callable[[UnitScheduler], tuple[Event, ...]]) -> None:
         """Releases the gathered buffers; after a backward, first waits for its reductions (`finish`)."""
@@ -282,7 +283,7 @@ class ForwardBackward:
 
     def _enter(self, unit: UnitPlan) -> Visit:
         """Makes `unit` the present unit."""
-        if self._present is not None:
+        if self._present is not None and self.given.compared:
             self.given.check(self._present.plan)
         if self._events.phase == "forward":
             self._range.open("unit", unit.name)
@@ -294,7 +295,8 @@ class ForwardBackward:
                 self._events.request(UnitScheduler.enter, unit.name)
                 if visit is None:
                     work, flats = None if self.grads is None else self, self.gathers.full(unit)
-                    visit = self.given.visit(unit, flats, forward, work, seen=self.gathers.seen(unit))
+                    seen = self.gathers.seen(unit) if self._seen.is_on else {}
+                    visit = self.given.visit(unit, flats, forward, work, seen=seen)
         self._present = visit
         return visit
 
@@ -327,22 +329,21 @@ class ForwardBackward:
         if self.status == "passed":
             return
         given = {name: grad for name, grad in zip(names, grads, strict=True) if name and grad is not None}
-        for pulled, masks in self.gathers.pulled(given, self._need):
-            self._add(pulled, masks)
-
-    def _add(self, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        """Adds gradients of parameters, times the masks of some, to the flat gradients of their units."""
-        if self.reductions.only_adds:
-            self.reductions.add_to_sums(grads, masks)
-            self.forwards.used.update(grads)
-            return
-        for key, own in self.reductions.by_buffer(grads).items():
-            unit, buffer = self.plan.flats[key]
-            if buffer.trainable:
-                if not self.reductions.has_begun(unit, key):
-                    self._events.request(UnitScheduler.collect, unit, key)
-                self.reductions.add(unit, buffer, own, masks)
-                self.forwards.used.update(own)
+        for pulled, masks in self.gathers.pulled(given, self._need) if self._seen.is_on else [(given, {})]:
+            if self.reductions.only_adds:
+                self.reductions.add_to_sums(pulled, masks)
+                self.forwards.used.update(pulled)
+                continue
+            by_buffer = defaultdict[str, dict[str, Tensor]](dict)
+            for name, grad in pulled.items():
+                by_buffer[self.plan.homes[name][1].key][name] = grad
+            for key, own in by_buffer.items():
+                owner, buffer = self.plan.flats[key]
+                if buffer.trainable:
+                    if key not in self.reductions.begun:
+                        self._events.request(UnitScheduler.collect, owner, key)
+                    self.reductions.add(owner, buffer, own, masks)
+                    self.forwards.used.update(own)
 
     def end_visit(self, unit: str, names: Sequence[str], grads: Sequence[Tensor | None]) -> None:
         """Called when autograd has all gradients of one visit of a unit, with those that are not written yet."""

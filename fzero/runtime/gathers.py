@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending, ended
 from fzero.comms.records import Phase, label_of
-from fzero.model.held_tensors import address
+from fzero.model.own_params import address
 from fzero.plans.dataflow import along
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
 from fzero.runtime.param_views import ParamViews
@@ -46,7 +47,7 @@ class Lingering(NamedTuple):
     """A gathered buffer of which the model still holds a view when its unit is released. It keeps no memory.
 
     Attributes:
-        key: of the flat buffer.
+        key: the key of the flat buffer.
         counter: a tensor without memory that shares the buffer's version counter.
         version: when the unit was released.
         memory: a weak reference to the buffer's memory.
@@ -114,20 +115,22 @@ class Gathers:
 
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the gathers of a unit. *Collective* in stage 3."""
-        self._under_way[unit.name] = [self._start(buffer, phase) for buffer in unit.buffers if buffer.flow.gathers_over]
-
-    def _start(self, buffer: FlatParamPlan, phase: Phase) -> _Gather:
-        label, home = label_of("gather", buffer.key, phase), self._params[buffer.key]
-        if self._is_whole[buffer.flow.gathers_over]:
-            if isinstance(home, Tensor) and home.device == self._transfer.device:
-                return _Gather(buffer, ended(home, label))
-            self._transfer.prefetch(buffer.key, home)
-            return _Gather(buffer, Pending(label, (), lambda: self._transfer.load(buffer.key, home)))
-        shard = self._transfer.load(buffer.key, home)
-        full = self._transfer.scratch.take(buffer.padded_numel, shard.dtype, self._transfer.device)
-        return _Gather(
-            buffer, start_gather(shard, buffer, self._mesh, self._plan.comm_hooks, out=full, label=label), shard
-        )
+        started = self._under_way[unit.name] = list[_Gather]()
+        hooks, transfer = self._plan.comm_hooks, self._transfer
+        for buffer in unit.buffers:
+            if not buffer.flow.gathers_over:
+                continue
+            label, home = label_of("gather", buffer.key, phase), self._params[buffer.key]
+            if not self._is_whole[buffer.flow.gathers_over]:
+                shard = transfer.load(buffer.key, home)
+                full = transfer.scratch.take(buffer.padded_numel, shard.dtype, transfer.device)
+                pending = start_gather(shard, buffer, self._mesh, hooks, out=full, label=label)
+                started.append(_Gather(buffer, pending, shard))
+            elif isinstance(home, Tensor) and home.device == transfer.device:
+                started.append(_Gather(buffer, ended(home, label)))
+            else:
+                transfer.prefetch(buffer.key, home)
+                started.append(_Gather(buffer, Pending(label, (), partial(transfer.load, buffer.key, home))))
 
     def _end(self, unit: str) -> dict[str, Tensor]:
         """Waits for the gathers of a unit, and returns the memory of shards that were copies."""
@@ -181,8 +184,6 @@ class Gathers:
 
     def seen(self, unit: UnitPlan) -> dict[str, Tensor]:
         """The values in place of parameters of a unit in use, by name. A saved view of one is made again, too."""
-        if not self._seen.is_on:
-            return {}
         values = self._seen.of(unit, lambda: self.views(unit))
         if values and unit.name in self._live:
             for name, value in values.items():
@@ -194,7 +195,7 @@ class Gathers:
         """The gradients of parameters and of those that their views train, in parts, each with the masks of some.
 
         Args:
-            grads: of what modules saw, by parameter; is changed.
+            grads: the gradients of what modules saw, by parameter; is changed.
             need: gathers a unit again.
         """
 
@@ -249,11 +250,6 @@ class Gathers:
             counter.data = flat.new_empty(0)  # keeps the version counter
         memory = StorageWeakRef(flat.untyped_storage())  # type: ignore[no-untyped-call]
         self.lingering.append(Lingering(key, counter, flat._version, memory))
-
-    def close(self) -> None:
-        """Drops the values of views, and the shards that are being loaded."""
-        self._seen.close()
-        self._transfer.abandon()
 
     def check_full(self) -> None:
         """Raises ValueError if a forward changed a parameter in place: one that this rank holds in full, or one of a released

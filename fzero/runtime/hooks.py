@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fzero.config.config import Config
-    from fzero.runtime.loss import LossFn
+    from fzero.runtime.batches import LossFn
 
 
 class Observer(Protocol):

@@ -192,7 +192,7 @@ class StateBuilder:
             ValueError: a tensor is missing, has another shape, or cannot be initialised; the message names it.
         """
         values: dict[str, Tensor] = {}
-        initialised: dict[str, dict[str, Tensor]] = {}  # by module
+        initialised: dict[str, dict[str, Tensor]] = {}  # per module
         changes, later = self.spec.changes, list[str]()
         for name in names:
             prefix, _, key = name.rpartition(".")

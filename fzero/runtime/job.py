@@ -7,13 +7,12 @@ Where the ranks divide the layers of a model among them, each rank's runtime is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from fzero.comms.axes import RankAxis, observed
+from fzero.comms.axes import RankAxis
 from fzero.comms.records import CommRecord
 from fzero.plans.plan import Plan
 from fzero.state import TrainState
@@ -74,37 +73,3 @@ class Job(Protocol):
     def observed(self, observe: Callable[[CommRecord], None], /) -> Self:
         """The same job, whose collectives are also reported to `observe`."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class WholeModel:
-    """A job in which each rank's plan is that of the whole model, so that a rank's own answer is the answer. Sends nothing.
-
-    Attributes:
-        world: all ranks of the job.
-    """
-
-    world: RankAxis
-    is_whole: ClassVar[bool] = True
-    names: ClassVar[tuple[str, ...]] = ()
-
-    def stores(self, tensor: str) -> bool:
-        return True
-
-    def norm_parts(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
-        return parts
-
-    def first_name(self, name: str | None) -> str | None:
-        return name
-
-    def first_state(self, plan: Plan, state: TrainState[Tensor]) -> TrainState[Tensor]:
-        return state
-
-    def all_tensors(self, own: dict[str, Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
-        return own
-
-    def streamed(self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]) -> Streamed:
-        return names, forms, own
-
-    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        return replace(self, world=observed(self.world, observe))

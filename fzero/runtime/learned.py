@@ -5,6 +5,12 @@ these follow the parameter. So `hold` makes them `Held` from the second step on:
 present values instead.
 
 `HyperCheck` is one of them: whether all ranks update with the same hyper-parameters, by a checksum that travels with the loss.
+
+`ScheduleCache` is another. A `UnitScheduler` is a function of its requests: the same requests give the same events. Steps make
+the same requests, so the cache keeps the answers in a tree. A node is a request, and its parent is the request before it. If
+the requests of a step are in the tree, a `CachedScheduler` only walks it. Otherwise a scheduler is made, which first gets all
+requests of the step so far. After `negotiate` and `depart` the events depend on other ranks, too, so nothing after these is
+remembered.
 """
 
 from __future__ import annotations
@@ -12,21 +18,20 @@ from __future__ import annotations
 import gc
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Self, TypeAlias
 from weakref import ref
 
 from torch import Tensor
 
 from fzero.model.held_tensors import Held, has_storage
 from fzero.model.origin import Origin
-from fzero.model.own_params import OwnGrads, sharing_buffers
+from fzero.model.tensor_checks import OwnGrads, sharing_buffers
 from fzero.plans.flat_params import FlatParamPlan
-from fzero.plans.schedule_cache import ScheduleCache
 from fzero.plans.unit_orders import Event, Orders, Run
+from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Lingering
 from fzero.runtime.step_spec import StepSpec
 from fzero.runtime.update import Hyper, Updater
@@ -68,7 +73,7 @@ class HyperCheck:
     def checksum(
         self, updater: Updater, state: TrainState[Tensor], hyper: Hyper | None = None, *, num_parts: int = 1
     ) -> int:
-        """A checksum of the numbers that this rank computes by itself.
+        """A checksum of the numbers that this rank computes on its own.
 
         These are the hyper-parameters of the next update, if the host knows the number of updates so far. If the checksum before
         the last update did not include that update's hyper-parameters, they are added.
@@ -98,12 +103,95 @@ class HyperCheck:
         return text(self.now) | {"loss": loss, EDITS: self.late_edits | self.edits} | late
 
 
+# --- the answers of a unit scheduler -------------------------------------------------------------------------------
+
+Answering: TypeAlias = Callable[..., tuple[Event, ...] | None]
+"""A method of `UnitScheduler` that answers with events; None is no events."""
+
+
+Request: TypeAlias = tuple[Answering, *tuple[Hashable, ...]]
+"""The method and its arguments."""
+
+
+MOST_ANSWERS = 1 << 15
+"""The most answers that are kept, about 300 bytes each. Steps whose requests never repeat would fill the memory."""
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """The answer to a request; the root of the tree has none."""
+
+    request: Request | None
+    before: _Answer | None
+    events: tuple[Event, ...] = ()
+    following: dict[Request, _Answer] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class ScheduleCache:
+    """The answers so far of the schedulers of one plan."""
+
+    root: _Answer = field(default_factory=lambda: _Answer(None, None))
+    num_answers: int = 0
+
+
+class CachedScheduler:
+    """A `UnitScheduler` for one accumulation window, which answers from the cache where it can.
+
+    Args:
+        make: makes a new scheduler for the same rules.
+        cache: the cache of the plan.
+    """
+
+    def __init__(self, make: Callable[[], UnitScheduler], cache: ScheduleCache) -> None:
+        self._make, self._cache = make, cache
+        self._node: _Answer | None = cache.root  # the node of the last request; None once no answer is kept
+        self._scheduler: UnitScheduler | None = None
+
+    @property
+    def scheduler(self) -> UnitScheduler:
+        """The scheduler itself, after all requests so far."""
+        if self._scheduler is None:
+            self._scheduler, requests, node = self._make(), list[Request](), self._node
+            while node is not None and node.request is not None:
+                requests.append(node.request)
+                node = node.before
+            for method, *arguments in reversed(requests):
+                method(self._scheduler, *arguments)
+        return self._scheduler
+
+    def answer(self, request: Request) -> tuple[Event, ...]:
+        """The events that answer a request."""
+        found = self._node.following.get(request) if self._node is not None else None
+        if found is None or self._scheduler is not None:
+            return self._computed(request)
+        self._node = found
+        return found.events
+
+    def _computed(self, request: Request) -> tuple[Event, ...]:
+        node, cache, scheduler = self._node, self._cache, self.scheduler
+        self._node = None  # stays, if the scheduler raises
+        method, *arguments = request
+        events = method(scheduler, *arguments) or ()
+        if node is None or any(event.kind in ("negotiate", "depart") for event in events):
+            return events
+        found = node.following.get(request)
+        if found is None and cache.num_answers < MOST_ANSWERS:
+            found = node.following[request] = _Answer(request, node, events)
+            cache.num_answers += 1
+        self._node = found
+        return events
+
+
+# --- all findings ----------------------------------------------------------------------------------------------------
+
+
 @dataclass(slots=True)
 class Learned:
     """The findings of a step so far, on one rank.
 
     Attributes:
-        orders: of collectives, by run; None where every step negotiates them.
+        orders: the orders of collectives, by run; None where every step negotiates them.
         schedule_cache: the answers of the unit scheduler.
         hyper: the hyper-parameters that this rank has compared with the others.
         origin: the model's modules and values as the step knows them, for a check at each use of a state.
@@ -147,16 +235,6 @@ class Learned:
         halves = [next((known[run] for run in kinds if run in known), None) for kinds in runs]
         return None if None in halves else tuple(chain(*filter(None, halves)))
 
-    @contextmanager
-    def counted(self, *, is_all: bool) -> Iterator[None]:
-        """Counts a forward. Where ranks may make different numbers of them (not `is_all`), only one that raises counts."""
-        self.num_passes += is_all
-        try:
-            yield
-        except BaseException:
-            self.num_passes += not is_all
-            raise
-
     def with_own_orders(self) -> Self:
         """A copy that learns its own orders from now on."""
         return replace(self, orders=None if self.orders is None else self.orders.copy())
@@ -172,7 +250,7 @@ class Learned:
 def hold(run: StepRuntime, params: Mapping[str, StoredTensor]) -> None:
     """Finds what the model has kept since the last step. Warns of views of gathered memory that are kept later.
 
-    Views of the state's own flat buffers, `params`, follow it by themselves.
+    Views of the state's own flat buffers, `params`, follow it automatically.
     """
     learned, own = run.learned, dict(run.spec.model.named_parameters(remove_duplicate=False))
     homes = {flat.untyped_storage()._cdata for flat in params.values() if isinstance(flat, Tensor)}

@@ -1,4 +1,4 @@
-"""`ParamViews`: the values that modules get in place of parameters, between two updates on one rank.
+"""`ParamViews`: the values that modules get instead of parameters, between two updates on one rank.
 
 It stands between the gather and the module. A value is computed from gathered parameters and n, the number of updates so far; so
 it is the same in the forward, in the backward's second gather and in all stages. It is kept until the update where
@@ -21,7 +21,7 @@ def seen_numel(unit: UnitPlan, names: Collection[str], sizes: Mapping[str, Size]
 
     Args:
         names: the parameters with views.
-        sizes: of values that have others than the parameter.
+        sizes: the sizes of values whose size is not the parameter's.
     """
     found: dict[str, int] = {}
     homes = {name: buffer for buffer in unit.buffers for name in buffer.layout.names}
@@ -56,7 +56,7 @@ class ParamViews:
     """The values of the parameters that have views, by unit.
 
     Args:
-        views: of each parameter, in the order of their application.
+        views: the views of each parameter, in the order of their application.
         num_updates: reads n; called only if there are views.
         buffers: the module buffers, which views may read.
         units: the plan whose `kept_units` are kept; None keeps none, for forwards without a backward.
@@ -81,7 +81,7 @@ class ParamViews:
         self.is_on = {name: own for name, own in on.items() if own}
         self.relayed = frozenset(name for name, own in self.is_on.items() if any(view.trains for view in own))
         self._by_unit: dict[str, dict[str, Tensor]] = {}
-        self._shared: dict[str, dict[str, Tensor]] = {}  # by parameter, the tensors that its views share
+        self._shared: dict[str, dict[str, Tensor]] = {}  # per parameter: the tensors that its views share
         self._kept = kept_units(units, self.is_on, sizes) if units is not None and self.is_on else frozenset[str]()
 
     def of(self, unit: UnitPlan, full: Callable[[], Tensors]) -> dict[str, Tensor]:
@@ -157,3 +157,7 @@ class ParamViews:
                 for key, own in of_others.items():
                     trained[key] = trained[key] + own if key in trained else own
         return {name: found, **{key: PulledGrad(own) for key, own in trained.items()}}
+
+
+NO_VIEWS = ParamViews({}, lambda: 0, {})
+"""For a model without views."""

@@ -1,7 +1,7 @@
-"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update; and inspection.
+"""The parts of an eager step, as functions of its runtime: begin, forward, backward, collect, finish, update.
 
-`TrainStep` documents them for users. `fzero.runtime.programs.Eager` composes the first four for a batch; a loop that runs its own
-code between the parts calls them one by one, on an `AccumulationWindow`.
+`TrainStep` documents them for users. `Eager` composes the first four for a batch; a loop that runs its own code between the
+parts calls them one by one, on an `AccumulationWindow`.
 
 Shape letters: A micro-steps, W ranks.
 """
@@ -9,37 +9,49 @@ Shape letters: A micro-steps, W ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import optree
 import torch
 from torch import Tensor
 
-from fzero.common.arguments import check_callable, check_kind, check_trains, shown
+from fzero.common.arguments import check_kind, refuse_without_grad, shown
 from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
-from fzero.comms.hangs.failures import meet
-from fzero.comms.records import Label
-from fzero.model.binding import is_bound
-from fzero.model.own_params import OwnGrads, check_unchanged
+from fzero.comms.records import CommRecord, Label
+from fzero.model.binding import is_bound, random_state
+from fzero.model.tensor_checks import OwnGrads
 from fzero.model.transforms import Call
 from fzero.plans.leaves import stream_name
-from fzero.runtime import outcome
 from fzero.runtime.autograd_nodes import Visits, visits_in, visits_of
+from fzero.runtime.batches import loss_of_batch
 from fzero.runtime.eager import ForwardBackward, recomputing
-from fzero.runtime.finish import Collected, Finished, GradNorms, finish, norm_parts
+from fzero.runtime.finish import (
+    Collected,
+    Finished,
+    check_alike,
+    check_outcome,
+    check_passes,
+    check_updating,
+    finish,
+    loss_row,
+    norm_parts,
+    number_of,
+)
+from fzero.runtime.inspection import evaluated, inspecting
 from fzero.runtime.learned import hold
-from fzero.runtime.loss import loss_of, loss_row
-from fzero.runtime.module_buffers import check_no_views, make_equal, moved
-from fzero.runtime.outcome import check_alike, check_outcome, check_passes, check_updating, check_used, number_of
-from fzero.runtime.param_views import ParamViews
+from fzero.runtime.module_buffers import agree, check_no_views, moved
+from fzero.runtime.outcome import check_used
+from fzero.runtime.param_views import NO_VIEWS, ParamViews
+from fzero.runtime.reductions import GradNorms
 from fzero.runtime.step_runtime import StepRuntime
 from fzero.runtime.weights import differing, on_any_rank
-from fzero.state import TrainState, taken
+from fzero.state import TrainState
 from fzero.storage.shard_transfer import own_shard, read_later
-from fzero.storage.state_memory import check_not_donated
+from fzero.storage.state_memory import check_not_donated, taken
 
 T = TypeVar("T")
 State = TrainState[Tensor]
@@ -84,6 +96,40 @@ def check(run: StepRuntime, state: State, batch: Any) -> tuple[State, list[Any]]
     return state if run.spec.donate else optree.tree_map(torch.clone, state), micro_batches
 
 
+@dataclass(frozen=True, slots=True)
+class Eager:
+    """Runs the model on one micro-batch after the other."""
+
+    is_graph: ClassVar[bool] = False
+
+    def split(self, run: StepRuntime, state: State, batch: Any) -> list[Any]:
+        return list(run.batches.split(batch))
+
+    def __call__(self, run: StepRuntime, state: State, micro_batches: list[Any]) -> Collected:
+        window = open_window(run, state, measures_early=True)
+        with random_state(state.rng, run.device) as rng, bound_throughout(run, window) as window:
+            for index, micro_batch in enumerate(micro_batches):
+                loss, weight = forward(run, window, partial(loss_of_batch, run, micro_batch))
+                # A mean is divided here. A sum is divided in the update, when all weights are known.
+                num_parts, is_last = len(micro_batches) if weight is None else 1, index == len(micro_batches) - 1
+                window = backward(run, window, loss, weight=weight, num_parts=num_parts, is_last=is_last)
+        return collect(run, window, rng)
+
+    def evaluate(self, run: StepRuntime, state: State, batch: Any) -> Tensor:
+        def compute() -> tuple[Tensor, Tensor | None]:
+            with inspecting(run, state, "evaluate"):
+                run.spec.model.eval()  # here, because the model's own eval() may read its tensors
+                return loss_of_batch(run, batch)
+
+        return evaluated(run, state, compute)
+
+    def following(self, run: StepRuntime) -> Self:
+        return self
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        return self
+
+
 # --- its parts ---------------------------------------------------------------------------------------------------
 
 
@@ -100,15 +146,10 @@ def _check_state(run: StepRuntime, state: State) -> None:
         run.flags.check()
 
 
-def _check_read(run: StepRuntime, state: State) -> None:
-    """Checks a state that is used without an update."""
-    run.check_state(state)
-    run.learned.origin.check(partial(differing, run, state))
-
-
 def _enter(run: StepRuntime, state: State) -> None:
     """Begins the work of a step."""
-    check_trains("step")
+    if not torch.is_grad_enabled():
+        refuse_without_grad("step")
     collectives.next_step(run.mesh.world)
     if run.observer:
         run.observer.begins()
@@ -126,10 +167,13 @@ def open_window(run: StepRuntime, state: State, *, measures_early: bool) -> Accu
     buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
     before = {name: (tensor, tensor._version) for name, tensor in buffers.items()}
     transfer, num_updates = run.offload.transfer(run.scratch), read_later(state.step)
+    seen, changes = NO_VIEWS, run.changes
+    if changes.views:
+        seen = ParamViews(changes.views, num_updates, state.buffers, units=run.plan, sizes=changes.sizes)
     work = ForwardBackward(
         run.inner_plan, run.mesh, run.inner_params(state.params, transfer), state.grads, learned, transfer,
         hook_states=state.hook_states, norms=GradNorms(run.rules.loss.of_shard, in_memory=measures_early),
-        seen=ParamViews(run.changes.views, num_updates, state.buffers, units=run.plan, sizes=run.changes.sizes),
+        seen=seen,
     )  # fmt: skip
     learned.lingering = work.gathers.lingering
     return AccumulationWindow(state, work, buffers, before, num_updates)
@@ -144,20 +188,24 @@ def forward(
     still: frozenset[str] = frozenset(),
 ) -> T:
     """See `TrainStep.forward`; `kind` is its `run`."""
-    check_callable("forward", function, "a function without arguments that calls the model")
     learned = run.learned
     learned.holds_still |= bool(still)
-    compares = _compares(run, kind)
-    with (
-        profiler_range("forward"),
-        learned.counted(is_all=not window.work.gathers_nothing),
-        bound_to(run, window, lambda: (window.work.forwards.last_index,)),
-        window.work.forward(kind, still=still, compares=compares),
-    ):
-        result = function()
-        if compares:
-            check_no_views(run.spec.model, window.work.gathers.holds)
-            learned.leaves = window.work.given.leaves
+    compares, is_counted = run.compares(kind), not window.work.gathers_nothing
+    # Where ranks may make different numbers of forwards, only one that raises counts.
+    learned.num_passes += is_counted
+    try:
+        with (
+            profiler_range("forward"),
+            bound_to(run, window, lambda: (window.work.forwards.last_index,)),
+            window.work.forward(kind, still=still, compares=compares),
+        ):
+            result = function()
+            if compares:
+                check_no_views(run.spec.model, window.work.gathers.holds)
+                learned.leaves = window.work.given.leaves
+    except BaseException:
+        learned.num_passes += not is_counted
+        raise
     learned.compared.add(kind)
     return result
 
@@ -215,7 +263,7 @@ def going_back(
     """
     learned, work = run.learned, window.work
     learned.num_passes += 1
-    newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set())
+    newly_moved = moved(window.buffers, window.before) - (learned.moving_buffers or set()) if window.buffers else ()
     if is_last and run.offload.has_files:
         run.offload.read_ahead(window.state, work.forwards.still_buffers(run.plan.flat_buffers))
     number = number_of(learned.num_passes, work.forwards.still, is_last=is_last)
@@ -270,24 +318,15 @@ def collect(run: StepRuntime, window: AccumulationWindow, rng: dict[str, Tensor]
     """
     state, work, buffers, learned = window.state, window.work, window.buffers, run.learned
     work.close()
-    if rng is None and run.device.type == "cpu":  # each rank calls the update by itself
+    if rng is None and run.device.type == "cpu":  # each rank calls the update for itself
         check_updating(run.mesh.world)
     if not run.spec.cfg.zero_optimization.ignore_unused_parameters:
         check_used(run, work.forwards.used | work.forwards.still)
     if run.offload.passes_use_files:
         run.agree_on_files(state)
     stats_AW5 = torch.stack(window.loss_stats)
-    changed, moving = moved(buffers, window.before), learned.moving_buffers
-    if moving is None:  # kernels such as BatchNorm's change a buffer without its version
-        changed |= run.statistics | {n for n in buffers if not torch.equal(buffers[n], state.buffers[n])}
-    check_unchanged(changed, learned.sharing)
-    run.changes.check_unread(changed)
-    # On CUDA the host would wait for the device here, to read whether any rank has a newly changed buffer.
-    has_news = bool(stats_AW5[..., 4].any()) if run.device.type == "cpu" else run.spec.schedule != "learned"
-    learned.moving_buffers = make_equal(
-        buffers, changed, moving, run.mesh.world, has_news=has_news, ranges=run.changes.ranges
-    )
-    learned.own_grads = None
+    moving = agree(run, state, buffers, window.before, stats_AW5[..., 4]) if buffers else frozenset[str]()
+    learned.moving_buffers, learned.own_grads = moving, None
     hook_states: dict[str, Any] = work.reductions.hook_states
     return Collected(
         state, stats_AW5[..., :4], window.is_sum, buffers, state.rng if rng is None else rng, hook_states,
@@ -304,27 +343,20 @@ def finish_step(run: StepRuntime, collected: Collected) -> Finished:
     """
     state, result = collected.state, collected.outcome and Finished(collected.outcome)
     if result is None:
-        parts_F = _norm_parts(run, collected)
-        result = finish(run.rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
+        mesh, grads, transfer, rules = run.mesh, state.grads, collected.transfer, run.rules
+        assert transfer is not None
+        cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
+        norms = {b.key: None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut}
+        if unknown := [b for b in cut if norms[b.key] is None]:
+            shards = [(stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard)) for b in unknown]
+            measured = map(rules.loss.of_shard, transfer.each(shards))
+            norms |= dict(zip((b.key for b in unknown), measured, strict=True))
+        own = run.job.norm_parts([number for number in norms.values() if number is not None], run.device)
+        stack = partial(mesh.stack, label=Label("norm", phase="update"))
+        parts_F = norm_parts(rules.loss, own, stack=stack, device=run.device)
+        result = finish(rules, collected.loss_stats, parts_F, state.loss_scale, is_sum=collected.is_sum)
     check_outcome(run, result.outcome, state, run.learned.hyper.named, is_sum=collected.is_sum)
     return result
-
-
-def _norm_parts(run: StepRuntime, collected: Collected) -> Tensor:
-    mesh, grads, transfer = run.mesh, collected.state.grads, collected.transfer
-    assert transfer is not None
-    cut = [b for b in run.plan.flat_buffers if b.trainable and b.shard_numel]
-    known = [None if collected.norms is None else collected.norms.of(b.key, grads[b.key]) for b in cut]
-    unknown = [
-        (stream_name("grads", b.key), own_shard(grads[b.key], b, mesh.shard))
-        for b, number in zip(cut, known, strict=True)
-        if number is None
-    ]
-    rest = map(run.rules.loss.of_shard, transfer.each(unknown))
-    own = [next(rest) if number is None else number for number in known]
-    measured = run.job.norm_parts(own, run.device)
-    stack = partial(mesh.stack, label=Label("norm", phase="update"))
-    return norm_parts(run.rules.loss, measured, mesh.num_shards, stack=stack, device=run.device)
 
 
 def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
@@ -339,79 +371,7 @@ def update(run: StepRuntime, collected: Collected, result: Finished) -> State:
     return state
 
 
-# --- without gradients -------------------------------------------------------------------------------------------
-
-
-def evaluate(run: StepRuntime, state: State, batch: Any) -> Tensor:
-    """See `TrainStep.evaluate`."""
-    _check_read(run, state)
-    return run.program.evaluate(run, state, batch)
-
-
-def inspect(run: StepRuntime, state: State, function: Callable[[], T], kind: str) -> T:
-    """See `TrainStep.inspect`; `kind` is its `run`."""
-    check_callable("inspect", function, "a function without arguments that calls the model")
-    _check_read(run, state)
-    if run.plan.row.shards("params"):
-        meet("TrainStep.inspect", run.mesh.world)
-    with inspecting(run, state, kind):
-        return function()
-
-
-@contextmanager
-def inspecting(run: StepRuntime, state: State, kind: str, *, calls_vary: bool = False) -> Iterator[None]:
-    """Inside, the model computes with the state's parameters, gathered when a forward uses them; see `TrainStep.inspect`.
-
-    *Collective* in stage 3: every rank enters and leaves; on the way, a rank gathers the units that others use, too.
-
-    Args:
-        calls_vary: whether the number of calls of the model may differ between ranks, or from one time to the next. Then ranks
-            negotiate the order of the gathers instead of learning it, and transforms do not count the forwards.
-    """
-    learned = run.learned
-    transfer = run.offload.transfer(run.scratch)
-    call = call_of(run, read_later(state.step), is_counted=not calls_vary)
-    seen = ParamViews(run.changes.views, call.num_updates, state.buffers)
-    known = learned.negotiating() if calls_vary else learned
-    params = run.inner_params(state.params, transfer)
-    work = ForwardBackward(run.inner_plan, run.mesh, params, None, known, transfer, seen=seen)
-    learned.num_passes += params is not state.params or not work.gathers_nothing
-    buffers = {name: tensor.clone() for name, tensor in state.buffers.items()}
-    with (
-        run.binding.to(work.fetch, buffers),
-        run.changes.bound(run.spec.model, lambda: call),
-        work.forward(kind, saves=False, compares=_compares(run, kind)),
-    ):
-        yield
-    learned.compared.add(kind)
-    work.close()
-    if run.offload.passes_use_files:
-        run.agree_on_files(state)
-
-
-def first_overflow(run: StepRuntime, state: State) -> str | None:
-    """See `TrainStep.first_overflow`."""
-    run.check_state(state)
-    meet("TrainStep.first_overflow", run.mesh.world)
-    return outcome.first_overflow(run, state)
-
-
 # --- helpers -----------------------------------------------------------------------------------------------------
-
-
-def _compares(run: StepRuntime, kind: str) -> bool:
-    """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
-    return kind not in run.learned.compared or run.spec.check_params == "always"
-
-
-def call_of(
-    run: StepRuntime, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any
-) -> Call:
-    """The forwards of a step on this rank, for transforms; see `Call`."""
-    return Call(
-        num_updates=num_updates, micro=micro, rank=run.ranks.rank, num_micro=run.plan.num_micro_steps,
-        device=run.device, aliases=run.plan.aliases, **how,
-    )  # fmt: skip
 
 
 @contextmanager
@@ -435,9 +395,10 @@ def bound_to(run: StepRuntime, window: AccumulationWindow, forwards: Callable[[]
 
     def call() -> Call:
         how: dict[str, Any] = {"again": partial(recomputing, window.work), "moving": run.learned.moving_buffers}
-        return call_of(run, window.num_updates, micro=lambda: _only(forwards()), **how)
+        return run.call(window.num_updates, micro=lambda: _only(forwards()), **how)
 
-    with run.binding.to(window.work.fetch, window.buffers), run.changes.bound(run.spec.model, call):
+    forwards_of = run.changes.bound(run.spec.model, call) if run.changes.wrapping else nullcontext()
+    with run.binding.to(window.work.fetch, window.buffers), forwards_of:
         yield
 
 
@@ -450,20 +411,3 @@ def _only(forwards: Collection[int]) -> int:
             f"checkpoint the layers themselves and nothing around them (activation_checkpointing)"
         )
     return next(iter(forwards))
-
-
-def loss_of_batch(run: StepRuntime, batch: Any) -> tuple[Tensor, Tensor | None]:
-    """The loss of a batch, and its weight if `loss_fn` returns a sum and a weight."""
-    try:
-        return loss_of(
-            run.spec.model, run.spec.loss_fn, run.batches.cast(batch),
-            reduces_by_sum=not run.rules.loss.is_mean, autocast=run.autocast, device=run.device.type,
-        )  # fmt: skip
-    except RuntimeError as error:
-        param_dtype = run.spec.cfg.precision.param_dtype
-        if param_dtype is not None and ("dtype" in str(error) or "scalar type" in str(error)):
-            error.add_note(
-                f"fzero: the parameters are {param_dtype} (step.plan shows every dtype), the batch is cast to that "
-                f"with auto_cast in fp16 or bf16, and module buffers with data_types.buffer_dtype"
-            )
-        raise

@@ -7,7 +7,7 @@ otherwise. The unit scheduler decides when a flat gradient begins, and when its 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,7 +21,6 @@ from fzero.comms.records import Phase, label_of
 from fzero.plans.dataflow import GradHome, Holds, carried
 from fzero.plans.leaves import stream_name
 from fzero.plans.plan import FlatParamPlan, Plan, UnitPlan
-from fzero.runtime.finish import GradNorms
 from fzero.storage.shard_transfer import ShardTransfer, own_shard
 from fzero.verbs import start_reduce_scatter_grads
 from sharding.views import torch_dtype, unflatten
@@ -61,6 +60,7 @@ class Reductions:
 
     Attributes:
         hook_states: the states of the comm hooks after the reductions so far.
+        begun: the keys of the flat gradients that are being collected.
         has_come: whether the present backward has produced any gradient.
         only_adds: whether the present backward only adds to full gradients that hold a sum and live on the device, and no unit
             is gathered. Then the unit scheduler has nothing to decide.
@@ -80,14 +80,15 @@ class Reductions:
         self.hook_states, self.has_come = dict(hook_states), False
         self._grad_scale = 1.0  # factor of gradients before they are summed
         self._is_last, self.only_adds = False, False
-        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # by unit
+        self.begun: set[str] = set()
+        self._filling: defaultdict[str, _Filling] = defaultdict(_Filling)  # per unit
         self._paddings: dict[tuple[int, torch.dtype], Tensor] = {}
-        self._parts: dict[str, Tensor] = {}  # of the state's own gradients, which are cut once
+        self._parts: dict[str, Tensor] = {}  # shards of the state's own gradients, which are cut once
         self._trained = [b for b in plan.flat_buffers if b.trainable]
         self._holds: dict[str, Holds] = {b.key: "nothing" for b in self._trained}
-        gathers = any(unit.gathered_numel for unit in plan.units)
-        sums = (b.flow.home("sum", is_last=False, is_here=self._is_here(b)) for b in self._trained if grads)
-        self._may_only_add = bool(grads) and not gathers and all(home.fills == "home" for home in sums)
+        self._gathers = any(unit.gathered_numel for unit in plan.units)
+        self._here: frozenset[str] = frozenset()  # the gradients that live on the device
+        self._results: dict[str, StoredTensor] = {}  # the tensors to which the results of reductions go
         self._in_flight: deque[_Reduction] = deque()
 
     def begin(self, *, grad_scale: float, is_first: bool, is_last: bool) -> bool:
@@ -102,28 +103,27 @@ class Reductions:
         was_last, self._is_last = self._is_last and not is_first, is_last or (self._is_last and not is_first)
         for key, holds in self._holds.items():
             self._holds[key] = carried(holds, is_first=is_first, was_last=was_last)
-        self.only_adds = self._may_only_add and not (is_first or self._is_last)
+        grads, device, shard = self._grads, self._transfer.device, self._mesh.shard
+        # Now, because the script may replace gradients between two backwards.
+        self._here = frozenset(key for key, home in grads.items() if isinstance(home, Tensor) and home.device == device)
+        self._results = {
+            b.key: grads[b.key] if b.flow.reduces_to == "full" else own_shard(grads[b.key], b, shard)
+            for b in self._trained
+        }
+        sums = (b.flow.home("sum", is_last=False, is_here=b.key in self._here) for b in self._trained)
+        may_add = not (self._gathers or is_first or self._is_last)
+        self.only_adds = may_add and all(home.fills == "home" for home in sums)
         return self._is_last
 
     def abandon(self) -> list[Pending]:
         """Forgets everything after an error; returns the reductions that were under way."""
         pending = [sending.pending for reduction in self._in_flight for _, sending, _ in reduction.started]
+        self.begun.clear()
         self._filling.clear()
         self._in_flight.clear()
         return pending
 
     # --- collecting ----------------------------------------------------------------------------------------------
-
-    def by_buffer(self, grads: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        """Gradients of parameters, by flat buffer."""
-        found: dict[str, dict[str, Tensor]] = {}
-        for name, grad in grads.items():
-            found.setdefault(self._plan.homes[name][1].key, {})[name] = grad
-        return found
-
-    def has_begun(self, unit: str, key: str) -> bool:
-        """Whether a flat gradient is being collected."""
-        return key in self._filling[unit].flats
 
     def add(self, unit: str, buffer: FlatParamPlan, grads: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
         """Adds gradients of parameters of one flat buffer, by name, to its flat gradient.
@@ -203,13 +203,14 @@ class Reductions:
         See `GradHome`: the buffer is the state's own tensor, a copy of it if it lives in other memory, or scratch memory.
         """
         filling, key = self._filling[unit], buffer.key
-        home = buffer.flow.home(self._holds[key], is_last=self._is_last, is_here=self._is_here(buffer))
+        home = buffer.flow.home(self._holds[key], is_last=self._is_last, is_here=key in self._here)
         if home.fills == "scratch":
             dtype = torch_dtype(home.dtype)
             flat_P = self._transfer.scratch.take(buffer.padded_numel, dtype, self._transfer.device)
         else:
             flat_P = self._transfer.load(stream_name("grads", key), self._grads[key])
         filling.flats[key], filling.homes[key] = flat_P, home
+        self.begun.add(key)
         if home.adds_to_sum:
             filling.written.update(buffer.layout.names)
 
@@ -218,6 +219,7 @@ class Reductions:
     def start(self, unit: UnitPlan, phase: Phase) -> None:
         """Starts the reductions of a unit, with zeros for gradients that were not written. *Collective:* every rank."""
         filling = self._filling.pop(unit.name, None) or _Filling()
+        self.begun.difference_update(filling.flats)
         filling.parts.clear()  # views, with which the memory could not be given back
         started = []
         for buffer in unit.buffers:
@@ -235,7 +237,7 @@ class Reductions:
                         self._give_back(filling.flats.pop(buffer.key), buffer.key)
                     continue
                 if home.adds_late and isinstance(self._grads[buffer.key], Tensor):
-                    self._transfer.prefetch(stream_name("grads", buffer.key), self._home(buffer))
+                    self._transfer.prefetch(stream_name("grads", buffer.key), self._results[buffer.key])
                 started.append((buffer, self._reduce(flat_P, buffer, home, phase), home.adds_late))
         if started:
             self._in_flight.append(_Reduction(filling, started))
@@ -248,8 +250,8 @@ class Reductions:
         label = label_of("reduce", buffer.key, phase)
         if buffer.flow.reduces_to == "full":
             return start_reduce_scatter_grads(*reduced, states=states, is_last=self._is_last, label=label)
-        held: Any = self._own(buffer)
-        if home.adds_held and not self._is_here(buffer):
+        held: Any = self._results[buffer.key]
+        if home.adds_held and buffer.key not in self._here:
             held = self._transfer.load(stream_name("grads", buffer.key), held)
         return start_reduce_scatter_grads(
             *reduced, states=states, is_last=self._is_last, label=label,
@@ -264,7 +266,7 @@ class Reductions:
             mean = sending.pending.wait()
             if buffer.key in self.hook_states:
                 self.hook_states[buffer.key] = sending.state()
-            kept = self._home(buffer)
+            kept = self._results[buffer.key]
             written = self._transfer.write_back(stream_name("grads", buffer.key), kept, mean, adds=is_late)
             if self.norms is not None and kept.numel() == buffer.shard_numel:
                 home, device = self._grads[buffer.key], self._transfer.device
@@ -273,21 +275,6 @@ class Reductions:
         del sending, mean, kept
         for key, flat_P in reads.flats.items():
             self._give_back(flat_P, key)
-
-    # --- a flat buffer's gradient --------------------------------------------------------------------------------
-
-    def _is_here(self, buffer: FlatParamPlan) -> bool:
-        """Whether the gradient lives on the device."""
-        home = self._grads[buffer.key]
-        return isinstance(home, Tensor) and home.device == self._transfer.device
-
-    def _home(self, buffer: FlatParamPlan) -> StoredTensor:
-        """The tensor to which the result of a reduction goes."""
-        return self._grads[buffer.key] if buffer.flow.reduces_to == "full" else self._own(buffer)
-
-    def _own(self, buffer: FlatParamPlan) -> StoredTensor:
-        """This rank's shard (S) of the mean gradient."""
-        return own_shard(self._grads[buffer.key], buffer, self._mesh.shard)
 
     def _give_back(self, flat: Tensor, key: str) -> None:
         if flat is not self._grads[key]:
@@ -305,3 +292,38 @@ def zero_gaps(flat_P: Tensor, buffer: FlatParamPlan, written: set[str]) -> None:
     for name, part in cut(flat_P, buffer).items():
         if name not in written:
             part.zero_()
+
+
+@dataclass(slots=True)
+class GradNorms:
+    """The norms of reduced gradients, by flat buffer, measured when a reduction ends: then its result is in the caches.
+
+    Attributes:
+        measure: `LossRules.of_shard`.
+        in_memory: whether gradients in memory are measured, too; allowed only where PyTorch counts every change to them.
+    """
+
+    measure: Callable[[Tensor], Tensor]
+    in_memory: bool
+    _found: dict[str, tuple[Tensor, StoredTensor, int]] = field(default_factory=dict)
+
+    def reduced(self, key: str, home: StoredTensor, result: Tensor, device: torch.device, *, is_final: bool) -> None:
+        """A reduction has ended.
+
+        Args:
+            home: the gradient in the state.
+            result: this rank's shard of it, in memory (S).
+            device: of the number.
+            is_final: whether no other reduction follows.
+        """
+        self._found.pop(key, None)
+        if is_final and result.numel() and (self.in_memory or not isinstance(home, Tensor)):
+            number = self.measure(result if result.dtype == home.dtype else result.to(home.dtype))
+            version = home._version if isinstance(home, Tensor) else 0  # only reductions change a file
+            self._found[key] = number.to(device), home, version
+
+    def of(self, key: str, home: StoredTensor) -> Tensor | None:
+        """The norm of a gradient, if it was measured and, as far as PyTorch counts, has not changed since."""
+        number, measured, version = self._found.get(key, (None, None, 0))
+        is_same = measured is home and (not isinstance(home, Tensor) or home._version == version)
+        return number if is_same else None

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TypeVarTuple, assert_never
 
 import torch
 
-from fzero.common.profiler_ranges import is_recording, profiler_range
+from fzero.common.profiler_ranges import profiler_range
 from fzero.comms import collectives
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import Label, Phase
 from fzero.plans.plan import Plan
-from fzero.plans.schedule_cache import CachedScheduler
 from fzero.plans.unit_orders import AGREED, BOUNDARY, END, Event, Run, ScheduleError, serve
 from fzero.plans.unit_scheduler import UnitScheduler
 from fzero.runtime.gathers import Gathers
-from fzero.runtime.learned import Learned
+from fzero.runtime.learned import CachedScheduler, Learned
 from fzero.runtime.reductions import Reductions
 
 Arguments = TypeVarTuple("Arguments")
@@ -70,19 +68,12 @@ class Sequencer:
 
     def execute(self, events: Iterable[Event]) -> None:
         """Executes events of the scheduler. *Collective* for the events that ranks agree on."""
-        if not is_recording():
-            self._execute(events)
-            return
-        for event in events:
-            with self._range_of(event):
-                self._execute((event,))
-
-    def _execute(self, events: Iterable[Event]) -> None:
         gathers, reductions, units = self._gathers, self._reductions, self._units
         for kind, unit in events:
             match kind:
                 case "gather":
-                    gathers.start(units[unit], self.phase)
+                    with profiler_range("gather", unit):
+                        gathers.start(units[unit], self.phase)
                 case "prefetch_shards":
                     gathers.prefetch_shards(units[unit])
                 case "wait_gather":
@@ -94,7 +85,9 @@ class Sequencer:
                 case "collect":
                     reductions.collect(*self._flats[unit])
                 case "reduce" | "keep":
-                    reductions.start(units[unit], self.phase)
+                    is_full = units[unit].buffers[0].flow.reduces_to == "full"
+                    with profiler_range("all_reduce" if is_full else "reduce_scatter", unit):
+                        reductions.start(units[unit], self.phase)
                 case "end_reduce":
                     reductions.end_oldest()
                 case "boundary":
@@ -122,14 +115,6 @@ class Sequencer:
             events, is_whole = self._cached.scheduler.recorded(self._run, differ=self._orders.differ)
             if self._orders.learn(self._run, events, is_whole=is_whole):
                 self._warn()
-
-    def _range_of(self, event: Event) -> AbstractContextManager[object]:
-        """The range of an event in traces."""
-        if event.kind not in ("gather", "keep", "reduce"):
-            return nullcontext()
-        is_full = self._units[event.unit].buffers[0].flow.reduces_to == "full"
-        verb = "gather" if event.kind == "gather" else "all_reduce" if is_full else "reduce_scatter"
-        return profiler_range(verb, event.unit)
 
     # --- other ranks -----------------------------------------------------------------------------------------------
 

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import optree
 import torch
 from torch import Tensor
 
 from fzero.common.arguments import check_callable
-from fzero.comms.axes import AbstractAxis, RankAxis
+from fzero.comms.axes import AbstractAxis, RankAxis, observed
 from fzero.comms.mesh import RankMesh
 from fzero.comms.records import CommRecord, Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
 from fzero.model.binding import Binding
-from fzero.model.trainability import FixedFlags
-from fzero.model.transforms import AllChanges
+from fzero.model.origin import FixedFlags
+from fzero.model.transforms import AllChanges, Call
 from fzero.plans.flat_params import optimizer_specs
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
@@ -28,7 +28,7 @@ from fzero.runtime.batches import Batches
 from fzero.runtime.finish import StepRules
 from fzero.runtime.hooks import Observer, observer_of
 from fzero.runtime.init_state import StateBuilder
-from fzero.runtime.job import Job, WholeModel
+from fzero.runtime.job import Job, Streamed
 from fzero.runtime.learned import Learned
 from fzero.runtime.step_spec import StepSpec, check_same
 from fzero.runtime.update import Updater
@@ -121,7 +121,7 @@ class StepRuntime:
         # Read from the model now: it must not be read while it is bound to the tensors of a state.
         return cls(
             spec, plan, ranks, bound, device, scratch, offload, updater,
-            rules=StepRules(spec.measures(ranks.size), cfg.loss_scaling(), cfg.skips_overflow),
+            rules=StepRules.of(cfg, ranks.size),
             batches=Batches(ranks.size, plan.num_micro_steps, cfg.batch_sizes(ranks.size).micro, cast),
             builder=builder, form=StateForm.of(builder.specs(), plan),
             learned=Learned.nothing(spec), changes=changes, stored_names=spec.stored_names,
@@ -161,7 +161,7 @@ class StepRuntime:
         return replace(run, runs=self.runs.following(run))
 
     def observed(self, observe: Callable[[CommRecord], None]) -> Self:
-        """The same parts, whose collectives are also reported to `observe`; it learns its order of collectives by itself."""
+        """The same parts, whose collectives are also reported to `observe`; it learns an order of collectives of its own."""
         check_callable("observe", observe, "a function of a fzero.comms.CommRecord")
         mesh = self.mesh.observed(observe)
         return replace(
@@ -223,6 +223,19 @@ class StepRuntime:
         """Binds the model to the tensors of a state."""
         return Binding(self.spec.model, self.plan.aliases, self.spec.held or ())
 
+    # --- forwards --------------------------------------------------------------------------------------------------
+
+    def compares(self, kind: str) -> bool:
+        """Whether a forward's parameters are compared before and after: in the first of its kind, or always if configured."""
+        return kind not in self.learned.compared or self.spec.check_params == "always"
+
+    def call(self, num_updates: Callable[[], int], *, micro: Callable[[], int] = lambda: 0, **how: Any) -> Call:
+        """The forwards of a step on this rank, for transforms; see `Call`."""
+        return Call(
+            num_updates=num_updates, micro=micro, rank=self.rank, num_micro=self.plan.num_micro_steps,
+            device=self.device, aliases=self.plan.aliases, **how,
+        )  # fmt: skip
+
     # --- states ----------------------------------------------------------------------------------------------------
 
     def check_state(self, state: TrainState[Tensor]) -> None:
@@ -266,3 +279,37 @@ def _memory_of(plan: Plan, device: torch.device) -> StateMemory:
     if all(place_of(placement, device) == "here" for placement in plan.placements.values()):
         return DeviceMemory(plan, device)
     return Offload(plan, device)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModel:
+    """A job in which each rank's plan is that of the whole model, so that a rank's own answer is the answer. Sends nothing.
+
+    Attributes:
+        world: all ranks of the job.
+    """
+
+    world: RankAxis
+    is_whole: ClassVar[bool] = True
+    names: ClassVar[tuple[str, ...]] = ()
+
+    def stores(self, tensor: str) -> bool:
+        return True
+
+    def norm_parts(self, parts: Sequence[Tensor], device: torch.device) -> Sequence[Tensor]:
+        return parts
+
+    def first_name(self, name: str | None) -> str | None:
+        return name
+
+    def first_state(self, plan: Plan, state: TrainState[Tensor]) -> TrainState[Tensor]:
+        return state
+
+    def all_tensors(self, own: dict[str, Tensor], *, to: Literal["all", "rank0"]) -> dict[str, Tensor]:
+        return own
+
+    def streamed(self, names: dict[str, str], forms: dict[str, Any], own: Iterator[Mapping[str, Tensor]]) -> Streamed:
+        return names, forms, own
+
+    def observed(self, observe: Callable[[CommRecord], None]) -> Self:
+        return replace(self, world=observed(self.world, observe))

@@ -25,12 +25,12 @@ from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.fields import compared
 from fzero.model.held_tensors import Held, find_held
-from fzero.model.own_params import check_tensors
+from fzero.model.tensor_checks import check_tensors
 from fzero.model.transforms import AllChanges, ModelTransform, changes_of
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import Plan
 from fzero.plans.plan_spec import PlanSpec
-from fzero.runtime.loss import LossFn, LossRules
+from fzero.runtime.batches import LossFn
 from fzero.runtime.update import rate_of
 from sharding import Mesh
 
@@ -76,7 +76,7 @@ class StepSpec(PlanSpec):
     """Whether the step may write into the state that it gets; using that state again raises. False works on a copy; state in
     files cannot be copied."""
     lr_schedule: Schedule | None = None
-    """The learning rate as a function of the number of updates so far, in place of the configuration's. It must return the same
+    """The learning rate as a function of the number of updates so far, instead of the configuration's. It must return the same
     number on all ranks, which is checked. (It may depend on metrics, which are the same on all ranks, but not on a rank's own
     loss.)"""
     schedule: Literal["learned", "negotiated"] = "learned"
@@ -217,21 +217,8 @@ class StepSpec(PlanSpec):
 
     @cached_property
     def changes(self) -> AllChanges:
-        """What the transforms change in the model; the first use adds their tensors to its modules."""
+        """The changes of the transforms to the model; the first use adds their tensors to its modules."""
         return changes_of(self)
-
-    def measures(self, world_size: int) -> LossRules:
-        """The rules of loss, norm and clipping for `world_size` ranks."""
-        cfg, is_mean = self.cfg, self.cfg.gradient_allreduce_op == "mean"
-        predivide = None if cfg.prescale_gradients else cfg.gradient_predivide_factor
-        return LossRules(
-            world_size=world_size,
-            predivide=predivide or (world_size if is_mean else 1),
-            is_mean=is_mean,
-            clip=cfg.gradient_clipping,
-            is_inf=cfg.gradient_norm_type == "inf",
-            scales_loss=cfg.scales_loss,
-        )
 
     @cached_property
     def statistics(self) -> set[str]:

@@ -1,7 +1,7 @@
 """`Updater`: updates this rank's shard of each flat buffer, and all-gathers the parameters that every rank holds in full.
 
 The transform of a flat buffer is that of its parameter group, with the learning rate and momentum of this update and the
-buffer's dtypes (`fzero.optim.precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
+buffer's dtypes (`mixed_precision`). Adjacent buffers with equal transforms are updated in one call. Buffers that live
 off the device are streamed through their update (`fzero.storage.offload`). A captured step has the same update in its graph, with
 the numbers in tensors.
 """
@@ -25,9 +25,8 @@ from fzero.comms.pending import Pending
 from fzero.comms.records import Label
 from fzero.config.config import ConfigError
 from fzero.config.optimizer_block import OptimizerBlock
-from fzero.optim.precision import NUM_SALTS, mixed_precision
 from fzero.optim.rounding import salts_of, stochastic
-from fzero.optim.transforms import Transform, skip_if
+from fzero.optim.transforms import NUM_SALTS, Transform, mixed_precision, skip_if
 from fzero.plans.param_groups import UserTransform
 from fzero.plans.plan import FlatParamPlan, Plan
 from fzero.state import TrainState
@@ -45,7 +44,7 @@ MOST_TOGETHER = 1 << 24
 
 
 class Hyper(NamedTuple):
-    """The numbers of one update that every rank computes by itself. They must be the same on all ranks.
+    """The numbers of one update that every rank computes on its own. They must be the same on all ranks.
 
     A graph reads them from tensors (`Updater.traced`), so that a change causes no new capture.
     """
@@ -144,7 +143,8 @@ class Updater:
             skip: whether the update is skipped; None never skips.
             still: the keys of flat buffers that do not change; their masters and optimizer states do not change, either.
         """
-        mesh = self._ranks
+        mesh = self.mesh
+        assert mesh is not None, NO_RANKS
 
         @cache  # one copy per device: the host waits for each
         def numbers_on(device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -249,11 +249,6 @@ class Updater:
         if self.places is not None:
             how["rounding"] = stochastic(hyper.num_updates, self.places[buffer.key] + start)
         return mixed_precision(transform, state_dtype=buffer.dtypes.optimizer, **how)
-
-    @property
-    def _ranks(self) -> RankMesh:
-        assert self.mesh is not None, NO_RANKS
-        return self.mesh
 
     # --- in a graph ----------------------------------------------------------------------------------------------
 

@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from fzero.model.errors import INSIDE, flag_changed, has_hook, lost_again, marked, raise_named, was_changed
-from fzero.model.fetched_parameters import new_marks, untraced
-from fzero.model.own_params import bits_of, pass_as_parameter
+from fzero.model.own_params import bits_of, new_marks, pass_as_parameter, untraced
 from fzero.plans.flat_params import FlatParamPlan
 from fzero.plans.plan import UnitPlan
 from fzero.plans.unit_orders import Run
@@ -42,7 +41,7 @@ class Visit:
         plan: the unit.
         leaves: its parameters as the model sees them, by name.
         is_recorded: whether the forward has used it with gradients, so that a backward will end the visit.
-        forward: of which it is a part, or a part that runs again.
+        forward: the forward that it is a part of, or whose part runs again.
         is_kept: whether the model gets the same tensors again when it comes back to the unit, because nothing is gathered.
     """
 
@@ -84,26 +83,31 @@ class Forward:
     nodes: dict[str, list[NodeOutputs]] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
 class Forwards:
     """The forwards since the last update, and how many backwards went through them.
 
     Attributes:
+        gathers: whether any unit is gathered; if not, ranks may make different numbers of forwards.
         used: the names of the parameters of which a backward has produced a gradient on this rank.
         still: the trained parameters that have no gradient, because no forward required one, or the script has dropped it.
-        last: the last forward; there is none before the first.
+        last, last_index: the last forward, and its number; there is none before the first.
         begins: begins a backward of all ranks; called when the user starts autograd directly (`loss.backward()`).
     """
 
-    def __init__(self, *, gathers: bool = True) -> None:
-        self._gathers = gathers  # if they gather nothing, ranks may make different numbers of forwards
-        self.used: set[str] = set()
-        self.still: frozenset[str] = frozenset()
-        self.begins: Callable[[], None] = lambda: None
-        self.last: Forward
-        self._all: list[Forward] = []
-        self._num_new = 0  # forwards since the last backward
-        self._num_backwards = 0  # since the last forward
-        self._is_kept = False  # whether a backward may go through a graph again
+    gathers: bool = True
+    used: set[str] = field(default_factory=set)
+    still: frozenset[str] = frozenset()
+    begins: Callable[[], None] = lambda: None
+    last: Forward = field(init=False)
+    last_index: int = -1
+    _all: list[Forward] = field(default_factory=list)
+    _num_new: int = 0
+    """Forwards since the last backward."""
+    _num_backwards: int = 0
+    """Backwards since the last forward."""
+    _is_kept: bool = False
+    """Whether a backward may go through a graph again."""
 
     @property
     def of_node(self) -> Forward:
@@ -111,6 +115,7 @@ class Forwards:
         if not self._all:  # all parts ran outside of a forward, and a checkpoint of the script runs one again
             self.last = Forward("", self.still)
             self._all.append(self.last)
+            self.last_index += 1
         node = torch._C._current_autograd_node()
         number = None if node is None or len(self._all) == 1 else node._sequence_nr()
         earlier = (forward for forward in reversed(self._all) if number is not None and forward.first_node <= number)
@@ -120,10 +125,6 @@ class Forwards:
     def roots(self) -> Iterator[Any]:
         """The `UnitRoot` nodes of all forwards."""
         return chain.from_iterable(forward.roots for forward in self._all)
-
-    @property
-    def last_index(self) -> int:
-        return len(self._all) - 1
 
     def close(self) -> None:
         """Drops the references to the `ForwardBackward` and its state."""
@@ -137,6 +138,7 @@ class Forwards:
         self.still = self.still & still if self._all else still
         self.last = Forward(run, still)
         self._all.append(self.last)
+        self.last_index += 1
         self._num_new, self._num_backwards = self._num_new + 1, 0
         return self._num_new == 1
 
@@ -158,7 +160,7 @@ class Forwards:
 
     def run_of(self, kind: str, forwards: Iterable[int]) -> Run:
         """The key of the order of collectives for a backward of `kind` through these forwards."""
-        if not self._gathers:  # ranks may go back through different forwards, or none; all reduce the same units
+        if not self.gathers:  # ranks may go back through different forwards, or none; all reduce the same units
             return (kind, self.still) if self.still else (kind,)
         # These say which unit is still gathered.
         of_each: Iterable[tuple[str | int, ...]] = (
@@ -206,9 +208,10 @@ class _Given(NamedTuple):
 
     @property
     def error(self) -> ValueError | None:
-        """What the forward has done to the tensor that a parameter does not allow."""
+        """The error for a change that a parameter does not allow, or None."""
         marks, is_kept = untraced(new_marks)(self.leaf), self.leaf.requires_grad is self.requires_grad
-        if self.leaf.retains_grad and self.leaf.grad is not None:  # by torch.autograd.backward(..., inputs=parameters)
+        # torch.autograd.backward(..., inputs=parameters) sets such a gradient.
+        if self.leaf.retains_grad and self.leaf.grad is not None:
             raise RuntimeError(INSIDE)
         if is_kept and not marks and not self.leaf._backward_hooks:
             return None
@@ -217,25 +220,29 @@ class _Given(NamedTuple):
         return has_hook(self.name) if is_kept else flag_changed(self.name)
 
 
+@dataclass(slots=True)
 class GivenParams:
     """The parameters as they were passed to one forward.
 
-    Args:
-        relayed: the parameters whose gradients train others (`ParamViews`); these are needed even if the parameters are frozen.
-
     Attributes:
+        relayed: the parameters whose gradients train others (`ParamViews`); these are needed even if the parameters are frozen.
         is_open: whether the forward runs.
         is_shared: whether all forwards get the same parameters. Their graphs share nodes: a backward must get its visits.
         gives_again: whether the nodes that are made now save their outputs by name.
+        compared: the parameters to be compared when the forward leaves their unit; None where values are not compared.
         leaves: of a forward whose parameters are compared.
     """
 
-    def __init__(self, relayed: frozenset[str] = frozenset()) -> None:
-        self._relayed, self.is_open, self.is_shared, self.gives_again = relayed, False, False, False
-        self._given: list[_Given] | None = None  # None where values are not compared
-        self.leaves: list[tuple[str, ref[Tensor]]] = []
-        self._kept: dict[str, Visit] = {}  # those of the last forward, if it is shared
-        self._views: dict[str, Tensor] = {}  # that nodes give out now
+    relayed: frozenset[str] = frozenset()
+    is_open: bool = False
+    is_shared: bool = False
+    gives_again: bool = False
+    compared: list[_Given] | None = None
+    leaves: list[tuple[str, ref[Tensor]]] = field(default_factory=list)
+    _kept: dict[str, Visit] = field(default_factory=dict)
+    """The visits of the last forward, if it is shared."""
+    _views: dict[str, Tensor] = field(default_factory=dict)
+    """What nodes give out now."""
 
     def begin(self, forward: Forward, *, compares: bool, shares: bool) -> None:
         """Begins a forward.
@@ -244,7 +251,7 @@ class GivenParams:
             compares: whether values of its parameters are compared.
             shares: whether it may share its parameters with other forwards.
         """
-        self.is_open, self._given = True, [] if compares else None
+        self.is_open, self.compared = True, [] if compares else None
         self.is_shared &= shares
         if self.is_shared:
             for unit, visit in self._kept.items():
@@ -255,7 +262,8 @@ class GivenParams:
 
     def end(self) -> None:
         """Checks all parameters at the end of the forward; raises as `check` does."""
-        self.check(None)
+        if self.compared:
+            self.check(None)
         self.is_open = False
 
     def share(self, shares: bool) -> None:
@@ -263,7 +271,7 @@ class GivenParams:
         self.is_shared, self._kept = shares, {}
 
     def name(self, error: RuntimeError) -> None:
-        """Raises an error that names the parameter and the fix, in place of one of PyTorch about a parameter."""
+        """Raises an error that names the parameter and the fix, instead of one of PyTorch about a parameter."""
         raise_named(error, self.was_changed)
 
     def visit(
@@ -281,7 +289,7 @@ class GivenParams:
             flats: its full flat buffers (P).
             forward: the present forward, or in a backward the one of which a part runs again.
             work: the `ForwardBackward` that collects the gradients; None where none are collected.
-            seen: the values that modules get in place of some parameters.
+            seen: the values that modules get instead of some parameters.
         """
         views: dict[str, Tensor] = {}
         for buffer, flat in zip(unit.buffers, flats, strict=True):
@@ -289,8 +297,8 @@ class GivenParams:
         if seen:
             views |= {name: seen[name].view_as(seen[name]) for name in views if name in seen}  # for this visit alone
         leaves = views if work is None else views | self._leaves(unit, views, forward, work)
-        if self._given is not None and self.is_open:
-            self._given += [
+        if self.compared is not None and self.is_open:
+            self.compared += [
                 _Given(unit.name, name, leaf, view, view.data_ptr(), bits_of(view), leaf.requires_grad)
                 for view, (name, leaf) in zip(views.values(), leaves.items(), strict=True)
             ]
@@ -327,8 +335,8 @@ class GivenParams:
         if unit.name in forward.nodes and (again := self._again(forward.nodes[unit.name], views)):
             return again
         names, still = unit.trained, forward.still
-        if self._relayed:
-            names = tuple(name for name in views if name in names or name in self._relayed)
+        if self.relayed:
+            names = tuple(name for name in views if name in names or name in self.relayed)
         # A backward through a gathered unit gathers it again, so its graph needs a node of this object.
         is_marked = bool(still) and unit.gathered_numel > 0 and still.issuperset(unit.trained)
         if still and not is_marked:
@@ -370,19 +378,18 @@ class GivenParams:
         Raises:
             ValueError: a parameter has other values, another flag or a hook.
         """
-        if not self._given:
-            return
         name = "" if unit is None else unit.name
-        for given in self._given:
+        compared = self.compared or []
+        for given in compared:
             if error := given.error:
                 raise error
         if unit is None or unit.gathered_numel:
-            if any(given.is_changed for given in self._given if unit is None or given.unit == name):
+            if any(given.is_changed for given in compared if unit is None or given.unit == name):
                 raise self.was_changed("of the model")
-            self._given = None if unit is None else [given for given in self._given if given.unit != name]
+            self.compared = None if unit is None else [given for given in compared if given.unit != name]
 
     def was_changed(self, where: str) -> ValueError:
         """The error for a parameter that a forward has changed, with its name where it is known."""
-        names = [given.name for given in self._given or () if given.is_changed]
-        self._given = None
+        names = [given.name for given in self.compared or () if given.is_changed]
+        self.compared = None
         return was_changed(names[0] if names else None, where)

@@ -45,7 +45,7 @@ def state_dict(run: StepRuntime, state: TrainState[Tensor], *, to: Literal["all"
         raise ValueError(f"to: must be 'all' or 'rank0', got {to!r}; pass one of these")
     run.check_state(state)
     meet("TrainStep.gather", run.mesh.world)
-    keep = to == "all" or run.ranks.rank == 0  # of the ranks that hold this part of the model
+    keep = to == "all" or run.ranks.rank == 0  # the rank 0 of those that hold this part of the model
     full: dict[str, Tensor] = {}
     for views in run.full_weights(state):
         if keep:

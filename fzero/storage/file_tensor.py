@@ -60,7 +60,7 @@ class FileTensor:
 
     Attributes:
         files: all files of this state.
-        name: of this tensor's file.
+        name: the name of this tensor's file.
         generation: the number of updates of the files when this handle was made.
     """
 

@@ -79,6 +79,6 @@ def tensors_of(update: Update, leaves: Leaves) -> dict[str, StoredTensor]:
 
 
 def with_long(state: Any, leaves: Leaves, tensors: Mapping[str, StoredTensor]) -> Any:
-    """The optimizer state with these tensors in place of its long ones."""
+    """The optimizer state with these tensors instead of its long ones."""
     found, treespec = optree.tree_flatten(state)
     return treespec.unflatten([tensors.get(name, x) for name, x in zip(leaves.of_state, found, strict=True)])

@@ -107,7 +107,7 @@ def claim(path: Path, folder: Path, leftover: Literal["refuse", "clean"]) -> str
         PermissionError: the folder belongs to another user.
         OSError: from the system, if the folder cannot be made or written to, or leftovers cannot be removed.
     """
-    with contextlib.suppress(FileExistsError):  # where it is no folder, locking it raises
+    with contextlib.suppress(FileExistsError):  # if it is no folder, locking it raises
         path.mkdir(parents=True, exist_ok=True)
     with _alone(path):
         for made in (folder, folder.parent):
@@ -152,7 +152,7 @@ def release(path: Path, folder: Path, name: str) -> None:
     """Removes a run's files, its marker, and the folders that are then empty. Missing files are no error.
 
     Args:
-        name: of the claim. If the folder has been removed and claimed anew under another name, nothing is done.
+        name: the name of the claim. If the folder has been removed and claimed anew under another name, nothing is done.
     """
     with contextlib.suppress(FileNotFoundError):
         # Outside the lock, which all ranks share, because this takes long; the marker still keeps others away.

@@ -124,7 +124,7 @@ class MovingTransfer:
                 self._end_copies_out()
             return write_here(home, values, adds=adds)
         with profiler_range("write_back", name):
-            # The device adds: the host would wait for it, and then the device for the host.
+            # The sum is made on the device; on the host each would wait for the other.
             total = self.load(name, home).add_(values) if adds else values
             self._copy_out(home, total)
             return total
@@ -166,7 +166,7 @@ class MovingTransfer:
         self.scratch.give(flat)
 
     def settle(self) -> None:
-        """Waits until all put values are in their homes."""
+        """Waits until all values that were put are in their memory or files."""
         while self._leaving:
             self._end_leaving()
         self._end_copies_out()

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, final
 
 import torch
@@ -28,7 +30,7 @@ AnyLeaf = TypeVar("AnyLeaf", Tensor, "StoredTensor")
 class BufferPool:
     """Flat buffers for gathered parameters, unreduced gradients and shards in transfer, reused by size and dtype.
 
-    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory by itself.
+    Memory that is new to the process costs a page fault per 4 kB. CUDA's allocator caches memory anyway.
     """
 
     def __init__(self) -> None:
@@ -58,7 +60,7 @@ class ShardTransfer(Protocol):
     """The shards of a forward-backward.
 
     Attributes:
-        device: of the forward-backward.
+        device: the device of the forward-backward.
         scratch: the pool of its buffers.
     """
 
@@ -99,11 +101,12 @@ class ShardTransfer(Protocol):
 
 
 @final
+@dataclass(slots=True)
 class Resident:
     """The `ShardTransfer` of shards that are all on the device."""
 
-    def __init__(self, device: torch.device, scratch: BufferPool) -> None:
-        self.device, self.scratch = device, scratch
+    device: torch.device
+    scratch: BufferPool
 
     def prefetch(self, name: str, x: StoredTensor) -> None:
         pass
@@ -162,7 +165,7 @@ def read_later(number: Tensor) -> Callable[[], int]:
     before the copy.
     """
     if number.device.type != "cuda":
-        return lambda: int(number)
+        return partial(int, number)
     copy, is_there = number.to("cpu", non_blocking=True), torch.cuda.Event()  # type: ignore[no-untyped-call]
     is_there.record(torch.cuda.current_stream(number.device))
 

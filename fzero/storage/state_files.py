@@ -182,7 +182,7 @@ class _Room(NamedTuple):
 
 
 def _room(streaming: Streaming, sub_group_numel: int, most: int, extra: int) -> _Room:
-    alone = 1 + sum(streaming.ahead(most).values())  # buffers for one tensor that moves by itself
+    alone = 1 + sum(streaming.ahead(most).values())  # buffers for one tensor that moves alone
     return _Room(max(streaming.num_pooled(most, extra), alone), sub_group_numel, streaming.checksums)
 
 

@@ -7,22 +7,27 @@ elsewhere. If the model is on the CPU, host memory is device memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, Self, final
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import optree
-import torch
 from torch import Tensor
 
-from fzero.common.arguments import check_kind
+if TYPE_CHECKING:
+    pass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, Self, final
+
+import torch
+
+from fzero.common.arguments import refuse
 from fzero.comms.axes import RankAxis
 from fzero.comms.mesh import RankMesh
 from fzero.comms.pending import Pending
 from fzero.comms.records import label_of
 from fzero.optim.transforms import Transform
 from fzero.plans.plan import FlatParamPlan, Plan
-from fzero.state import QUANTITIES, TrainState, is_donated
+from fzero.state import QUANTITIES, TrainState
 from fzero.storage.file_tensor import handles_of
 from fzero.storage.shard_transfer import BufferPool, Resident, ShardTransfer, to_device
 from fzero.verbs import start_join
@@ -80,9 +85,8 @@ class StateForm:
         Raises:
             ValueError: a tensor has another shape or dtype than in this step. (Another step may shard it differently.)
         """
-        check_kind(
-            "state", state, TrainState, "a TrainState", "pass that of init() or of the last step (load(...).state)"
-        )
+        if not isinstance(state, TrainState):
+            refuse("state", "a TrainState", state, "pass that of init() or of the last step (load(...).state)")
         flat: tuple[list[Any], Any] = optree.tree_flatten(state)  # type: ignore[arg-type]
         leaves, found = flat
         if found != self.treespec:
@@ -102,6 +106,22 @@ class StateForm:
                     f"{tuple(leaf.shape)}; {fix}"
                 )
         return leaves
+
+
+def taken(state: TrainState[Tensor]) -> TrainState[Tensor]:
+    """The same tensors for a step that writes into them; from now on `state` is donated.
+
+    An empty counter marks a donated state. A copy that shares the counter is marked, too: it shares the memory that the step
+    overwrites.
+    """
+    own = state._replace(step=state.step.clone())
+    state.step.resize_(0)
+    return own
+
+
+def is_donated(state: TrainState[Tensor]) -> bool:
+    """Whether a step has taken this state. Its tensors then belong to the next state."""
+    return not state.step.numel()
 
 
 def check_not_donated(state: TrainState[Tensor]) -> None:
@@ -142,7 +162,7 @@ class StateMemory(Protocol):
     """Creates, updates, moves and checks the flat buffers of a plan, whose model is on `device`.
 
     Attributes:
-        device: of the model.
+        device: the device of the model.
         has_files: whether any tensor lives in a file.
         passes_use_files: whether a forward or backward reads or writes files.
     """

@@ -25,8 +25,7 @@ import optree
 from torch import Tensor
 
 from fzero.common.profiler_ranges import profiler_range
-from fzero.optim.precision import long_leaves
-from fzero.optim.transforms import Transform, separate
+from fzero.optim.transforms import Transform, long_leaves, separate
 
 LANES = 32
 """Sub-groups are multiples of so many elements, so that a vectorised kernel rounds as it does on full tensors."""

@@ -98,8 +98,8 @@ def check_order(order: OrderFunction, *, name: str = "order", max_examples: int 
     """Raises unless a function gives orders that a flat buffer may follow on every rank, as `order=` of `make_train_step`.
 
     Args:
-        order: a function (number of parameters, number of ranks) -> `Order`, or of the first number alone. A second argument
-            with a default keeps that, unless its name is `world_size`.
+        order: a function (number of parameters, number of ranks) -> `Order`, or one that takes the number of
+            parameters alone. A second argument with a default keeps that default, unless its name is `world_size`.
         name: its name in messages.
         max_examples: the number of pairs tried for each law.
 

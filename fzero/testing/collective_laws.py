@@ -193,7 +193,7 @@ COLLECTIVE_LAWS = Laws[Declared, Rounds](rounds())
 )
 def _raises(declared: Declared, example: Rounds) -> str | None:
     for is_late in (False, True):
-        with suppress(StuckError, CollectiveError):  # of another law
+        with suppress(StuckError, CollectiveError):  # another law tests these errors
             _run(declared, example, is_late=is_late)
     return None
 
@@ -277,7 +277,7 @@ def _adds_otherwise(declared: Declared, example: Rounds) -> str | None:
 
 @COLLECTIVE_LAWS.law(
     "the first round must deliver exactly the result of lossy",
-    "Let lossy be what every rank decodes of what is sent",
+    "Let lossy be the values that every rank decodes from the bytes sent",
 )
 def _loses_otherwise(declared: Declared, example: Rounds) -> str | None:
     """Only the first round: a state may change what is sent afterwards."""

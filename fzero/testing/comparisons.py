@@ -54,7 +54,7 @@ def differs(found: Tensor, expected: Tensor, rounding: float, norm: float, name:
 
     Args:
         rounding: the allowed difference as a fraction of the gradient's norm, plus a little of their own; 0 for equal bits.
-        norm: of the gradient.
+        norm: the norm of the gradient.
     """
     if found.shape != expected.shape:
         return f"{name} has shape {tuple(found.shape)}, not {tuple(expected.shape)}"

@@ -54,7 +54,7 @@ class Job:
     placement: Literal["device", "host", "nvme", "parameters too"] = "device"
     """The placement of masters and optimizer state."""
     initial_scale_power: int = 8
-    """Of the loss scale in fp16, as are the next three."""
+    """The exponent of the initial loss scale in fp16. The next three are options of the loss scale, too."""
     window: int = 2
     hysteresis: int = 1
     consecutive: bool = False

@@ -103,7 +103,7 @@ steps = st.lists(seeds, max_size=2)
 class TrainingMachine(RuleBasedStateMachine):
     """Trains, overflows, changes stage, world size, placement, layout, precision and batch, and restarts, in any order.
 
-        class TestTraining(TrainingMachine.TestCase): ...            # of pytest or unittest
+        class TestTraining(TrainingMachine.TestCase): ...            # pytest or unittest collects it
 
         class MyMachine(TrainingMachine):
             transform = staticmethod(lambda lr: my_optimizer(lr))
@@ -127,7 +127,7 @@ class TrainingMachine(RuleBasedStateMachine):
     """
 
     transform: OwnTransform | None = None
-    folder: TemporaryDirectory[str] | None = None  # of the files of this run
+    folder: TemporaryDirectory[str] | None = None  # for the files of this run
     lr: float = 0.05
     compares: Literal["bits", "numbers"] = "numbers"
 

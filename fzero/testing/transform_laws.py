@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.optim.elementwise import LATE_STARTS, at_count, counts_of, find_cut, started
-from fzero.optim.precision import mixed_precision
-from fzero.optim.transforms import Transform, leaf_names, same_bits, skip_if
+from fzero.optim.transforms import Transform, leaf_names, mixed_precision, same_bits, skip_if
 from fzero.plans.flat_params import ALIGNMENT
 from fzero.testing.laws import Laws
 from sharding import FlatLayout, TensorSpec

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from fzero.common.optional import package
 from fzero.comms.hangs.failures import meet
 from fzero.model.transforms import in_own_dtypes
 from fzero.transforms.low_rank import LowRank
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Step(Protocol):
-    """What is read here of a `TrainStep`."""
+    """The attributes of a `TrainStep` that are read here."""
 
     @property
     def runtime(self) -> StepRuntime: ...
@@ -95,6 +96,7 @@ def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, b
         raise ValueError(
             f"save_adapter: all adapters must have one rank and scale, got {ranks}, {scales}; use one lora(…)"
         )
+    save_file = package("safetensors", module="safetensors.torch", needed_by="save_adapter").save_file
     step.runtime.check_state(state)
     meet("save_adapter", step.runtime.mesh.world)
     wanted = {name for one in adapters for name in one.view.reads}
@@ -105,8 +107,6 @@ def save_adapter(step: Step, state: TrainState[Tensor], folder: str | Path, *, b
     step.runtime.agree_on_files(state)
     if step.rank:
         return
-    from safetensors.torch import save_file  # a package of its own, which few steps need
-
     tensors: dict[str, Tensor] = {}
     for one in adapters:
         tensors |= one.to_peft(*(found[name] for name in one.view.trains))
@@ -128,8 +128,7 @@ def load_adapter(step: Step, folder: str | Path) -> dict[str, Tensor]:
     Raises:
         ValueError: the folder has other adapters than the step, or another scale.
     """
-    from safetensors.torch import load_file
-
+    load_file = package("safetensors", module="safetensors.torch", needed_by="load_adapter").load_file
     adapters, config = _adapters(step, "load_adapter"), json.loads(Path(folder, CONFIG).read_text())
     for key in ("use_rslora", "use_dora", "alpha_pattern", "rank_pattern"):
         if config.get(key):

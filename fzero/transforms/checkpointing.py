@@ -150,7 +150,7 @@ class _Slot(NamedTuple):
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """The module's present mapping of buffers. (To bind the module again for the backward replaces the mapping.)"""
+        """The module's present mapping of buffers. (Binding the module again for the backward replaces the mapping.)"""
         return self.module._buffers
 
 
@@ -196,7 +196,7 @@ def checkpointed(site: Site) -> Callable[..., Any]:
 
 
 def _without_cache(arg: Any, module: str) -> Any:
-    """The argument; None in place of an empty key-value cache (for generation), because a second run would append to it again."""
+    """The argument; None instead of an empty key-value cache (for generation), because a second run would append to it again."""
     if not (callable(getattr(arg, "get_seq_length", None)) and callable(getattr(arg, "update", None))):
         return arg
     if arg.get_seq_length():

@@ -99,7 +99,7 @@ def lora(
     bits: Literal[8, 4] | None = None,
     group: int = 64,
 ) -> Lora:
-    """Trains W + (alpha/rank)·BA in place of W. A step trains A, B and `trains`; it freezes all other parameters.
+    """Trains W + (alpha/rank)·BA instead of W. A step trains A, B and `trains`; it freezes all other parameters.
 
     The model's own `requires_grad` neither counts nor changes, but that of A and B counts.
 

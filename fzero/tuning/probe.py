@@ -37,8 +37,7 @@ from fzero.estimation.ledger import Device
 from fzero.model.changes import replaced_forwards
 from fzero.plans.machine_model import MachineModel
 from fzero.profiling.machine import MeasuredRates, mean_rates, rates_of_rank
-from fzero.runtime.batches import map_tensors
-from fzero.runtime.loss import LossFn
+from fzero.runtime.batches import LossFn, map_tensors
 from fzero.storage.host_memory import host_memory, process_memory
 from fzero.tuning.space import OffloadTarget, Planned, Planner, batch_keys, candidates
 

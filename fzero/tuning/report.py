@@ -27,7 +27,7 @@ class TrialResult:
     candidate: TuningCandidate
     nbytes: int = 0  # planned, of one rank
     predicted: float = 0.0  # planned seconds of a step
-    flops: int = 0  # of a step on one rank, without recomputation; 0 if they are not counted
+    flops: int = 0  # operations of a step on one rank, without recomputation; 0 if not counted
     refused: str = ""  # why it is not possible or does not fit; then it is not measured
     result: Result | None = None
     trial: int | None = None  # the number of candidates measured before it; None if it was not measured

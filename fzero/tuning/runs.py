@@ -57,7 +57,7 @@ class Script:
     path: str
     args: tuple[str, ...]
     flag: str  # the argument whose value is the configuration
-    index: int  # of that value in `args`, or of the word `FLAG=VALUE`
+    index: int  # position in `args` of that value, or of the word `FLAG=VALUE`
 
     @classmethod
     def of(cls, launcher: Sequence[str], path: str, args: Sequence[str]) -> Script:
@@ -125,15 +125,15 @@ def mapped(keys: Keys, arg_mappings: Mapping[str, str]) -> dict[str, Any]:
 class Result:
     """One run."""
 
-    key: str  # of the configuration and the command
-    name: str  # of the configuration, in words
-    seconds: float | None = None  # of a step; None if the run failed
-    samples: int = 0  # of all ranks in a step; 0 if unknown
+    key: str  # identifies the configuration and the command
+    name: str  # the configuration in words
+    seconds: float | None = None  # time of a step; None if the run failed
+    samples: int = 0  # samples of all ranks in a step; 0 if unknown
     nbytes: int = 0  # the peak of a rank since the step was made
     error: str = ""  # why it failed, in a few words
     out_of_memory: bool = False
     timed_out: bool = False
-    time_limit: float = 0.0  # of the run, in seconds
+    time_limit: float = 0.0  # limit of the run, in seconds
     took: float = 0.0  # seconds of the full run
     config: Keys | None = None
 
@@ -201,7 +201,7 @@ class Runs:
     """Starts a script with one configuration after the other."""
 
     script: Script
-    folder: Path  # of configurations and logs (`exps_dir`)
+    folder: Path  # for configurations and logs (`exps_dir`)
     arg_mappings: Mapping[str, str]  # see `Autotuning`
     time_limit: float  # seconds of one run
 

@@ -38,7 +38,7 @@ ENOUGH = 0.003  # the expected improvement below which the search ends
 class Point:
     """One configuration, as the search sees it."""
 
-    features: tuple[float, ...]  # numbers that distinguish it from others, about 1 apart
+    features: tuple[float, ...]  # coordinates of the point, about 1 apart between unlike points
     predicted: float  # its planned cost; positive
     nbytes: float = 0.0  # its planned memory
 
@@ -50,7 +50,7 @@ class Strategy:
     kind: TunerType = "model_based"  # see the top of this file
     num_trials: int = 50  # the most points that are measured
     early_stopping: int = 5  # ends after so many measured points in a row without improvement; 0 never does
-    seed: int = 0  # of `random`
+    seed: int = 0  # seed of the strategy `random`
 
 
 def next_trial(

@@ -1,4 +1,4 @@
-"""`candidates`: the configurations that `fzero tune` considers. `Planner`: the plan of each.
+"""`candidates`: the configurations that `fzero tune` considers. `Planner` makes the plan of each.
 
 Candidates differ in stage, micro-batch, activation checkpointing and, on request, in bucket size and placement. The model and
 the batch are the script's, so this code runs in one of its ranks (`fzero.tuning.probe`), which sends the results as JSON.

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 import fzero
-from fzero.attention import BSLongformerSparsityConfig, Fixed, SparseSelfAttention
+from fzero.attention import Fixed
 from fzero.config import Config, ConfigError, ConfigWarning
+from fzero.deepspeed.ops.sparse_attention import BSLongformerSparsityConfig, SparseSelfAttention, SparsityConfig
 from fzero.deepspeed.runtime.config import DeepSpeedConfig
 
 MODES: dict[str, dict[str, Any]] = {
@@ -40,7 +41,7 @@ def test_a_mode_is_read_with_deepspeeds_defaults(mode: str) -> None:
     read = DeepSpeedConfig({"train_batch_size": 4, "sparse_attention": {"mode": mode}})
     assert read.sparse_attention == {"mode": mode, "block": 16, **MODES[mode]}
     block = read.cfg.sparse_attention
-    made = block.sparsity_config(num_heads=2)
+    made = SparsityConfig.of(block, num_heads=2)
     assert made.pattern == block.pattern and made.make_layout(128).shape == (2, 8, 8)
 
 
@@ -53,7 +54,7 @@ def test_an_empty_block_is_the_fixed_pattern_and_none_is_none() -> None:
 
 def test_options_are_given_to_the_pattern() -> None:
     given = {"mode": "bslongformer", "block": 32, "num_sliding_window_blocks": 5, "global_block_indices": [0, 2]}
-    made = Config.load({"sparse_attention": given}).sparse_attention.sparsity_config(3, seed=7)  # type: ignore[union-attr]
+    made = SparsityConfig.of(Config.load({"sparse_attention": given}).sparse_attention, 3, seed=7)  # type: ignore[arg-type]
     assert isinstance(made, BSLongformerSparsityConfig) and (made.num_heads, made.block, made.seed) == (3, 32, 7)
     assert made.make_layout(320)[1, 6].tolist() == [1, 0, 1, 0, 1, 1, 1, 1, 1, 0]
 
@@ -93,7 +94,7 @@ def test_the_models_code_asks_for_the_block_and_where_nothing_asks_there_is_a_wa
     assert reported[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error", ConfigWarning)
-        attention = SparseSelfAttention(cfg.sparse_attention.sparsity_config(2), max_seq_length=8)  # type: ignore[union-attr]
+        attention = SparseSelfAttention(SparsityConfig.of(cfg.sparse_attention, 2), max_seq_length=8)  # type: ignore[arg-type]
         step = fzero.make_train_step(Attends(attention), cfg)
     _, metrics = step(step.init(), torch.ones(1, 2, 8, 4))
     assert metrics.loss > 0
@@ -101,7 +102,7 @@ def test_the_models_code_asks_for_the_block_and_where_nothing_asks_there_is_a_wa
 
 def test_options_of_another_mode_are_warned_of() -> None:
     cfg = Config.load({"sparse_attention": {"mode": "bigbird", "attention": "unidirectional", "block": 2}})
-    attention = SparseSelfAttention(cfg.sparse_attention.sparsity_config(2), max_seq_length=8)  # type: ignore[union-attr]
+    attention = SparseSelfAttention(SparsityConfig.of(cfg.sparse_attention, 2), max_seq_length=8)  # type: ignore[arg-type]
     with pytest.warns(
         ConfigWarning, match="mode 'bigbird' has no option attention, which DeepSpeed does not read there either"
     ):

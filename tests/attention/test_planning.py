@@ -9,16 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from fzero.attention import (
-    BigBird,
-    BSLongformer,
-    BSLongformerSparsityConfig,
-    Fixed,
-    Layout,
-    Local,
-    SparseAttentionUtils,
-    sparse_attention,
-)
+from fzero.attention import BigBird, BSLongformer, Fixed, Layout, Local, sparse_attention
+from fzero.deepspeed.ops.sparse_attention import BSLongformerSparsityConfig, SparseAttentionUtils
 from fzero.estimation.activation_trace import ActivationTrace, trace_activations
 
 BATCH, HEADS, LENGTH, BLOCK, WIDTH = 1, 2, 256, 8, 16

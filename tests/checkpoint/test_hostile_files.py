@@ -22,11 +22,11 @@ from torch import nn
 
 import fzero
 from fzero.checkpoint import folders as files
-from fzero.checkpoint.deepspeed.files import MODEL
 from fzero.checkpoint.loading import starts
 from fzero.checkpoint.safetensors import INDEX
 from fzero.common.pickles import read_metadata
 from fzero.common.plain_values import UnsafePickleError, pack, unpack
+from fzero.deepspeed.formats.files import MODEL
 from fzero.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from fzero.storage import ownership as claims
 
@@ -87,7 +87,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.distributed.checkpoint.save({"model": weights}, checkpoint_id=folder / "dcp", no_dist=True)
     (folder / "weights").mkdir()
     torch.save(weights, folder / "weights" / "pytorch_model.bin")
-    fzero.checkpoint.export_deepspeed(folder / "fzero", folder / "deepspeed")
+    fzero.deepspeed.export_deepspeed(folder / "fzero", folder / "deepspeed")
     return folder
 
 
@@ -127,11 +127,11 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     "export": ("fzero/step-0/.metadata", lambda folder, out: fzero.checkpoint.export(folder / "fzero", out)),
     "export_deepspeed": (
         "fzero/step-0/.metadata",
-        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
+        lambda folder, out: fzero.deepspeed.export_deepspeed(folder / "fzero", out),
     ),
     "export_deepspeed, the client's value": (
         "fzero/step-0/client.pt",
-        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
+        lambda folder, out: fzero.deepspeed.export_deepspeed(folder / "fzero", out),
     ),
     "Engine.load_checkpoint": (
         "engine/global_step0/step-0/.metadata",
@@ -143,11 +143,11 @@ DOORS: dict[str, tuple[str, Callable[[Path, Path], Any]]] = {
     ),
     "import_deepspeed": (
         f"deepspeed/global_step0_universal/{MODEL}",
-        lambda folder, out: fzero.checkpoint.import_deepspeed(folder / "deepspeed", step=made()[0]),
+        lambda folder, out: fzero.deepspeed.import_deepspeed(folder / "deepspeed", step=made()[0]),
     ),
     "convert_deepspeed": (
         f"deepspeed/global_step0_universal/{MODEL}",
-        lambda folder, out: fzero.checkpoint.convert_deepspeed(folder / "deepspeed", out),
+        lambda folder, out: fzero.deepspeed.convert_deepspeed(folder / "deepspeed", out),
     ),
 }
 
@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[Path, Path], Any]] = {
     "load_weights": lambda folder, out: fzero.load_weights(folder, step=made()[0]),
     "starts": lambda folder, out: starts(folder),
     "export": lambda folder, out: fzero.checkpoint.export(folder, out),
-    "export_deepspeed": lambda folder, out: fzero.checkpoint.export_deepspeed(folder, out),
+    "export_deepspeed": lambda folder, out: fzero.deepspeed.export_deepspeed(folder, out),
     "zero_to_fp32": lambda folder, out: get_fp32_state_dict_from_zero_checkpoint(folder),
 }
 
@@ -286,7 +286,7 @@ LEADS_OUT = "leads out of it"
 PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]] = {
     "a parameter's name in export_deepspeed": (
         rename_parameter,
-        lambda folder, out: fzero.checkpoint.export_deepspeed(folder / "fzero", out),
+        lambda folder, out: fzero.deepspeed.export_deepspeed(folder / "fzero", out),
         rf"contents.json must be what fzero wrote, and is not: 'model.{OUT}' is not stored beside it",
     ),
     "latest": (
@@ -301,7 +301,7 @@ PATHS: dict[str, tuple[Callable[[Path], Any], Callable[[Path, Path], Any], str]]
     ),
     "DeepSpeed's latest": (
         lambda folder: write(folder / "deepspeed" / "latest_universal", "../deepspeed/global_step0_universal"),
-        lambda folder, out: fzero.checkpoint.import_deepspeed(folder / "deepspeed", step=made()[0]),
+        lambda folder, out: fzero.deepspeed.import_deepspeed(folder / "deepspeed", step=made()[0]),
         rf"latest_universal must .*{LEADS_OUT}",
     ),
     "latest that is no text": (
@@ -362,7 +362,7 @@ def test_no_link_is_written_through(tmp_path: Path) -> None:
         fzero.checkpoint.export(folder, out)
     (out / ".global_step0_universal.new").symlink_to(tmp_path)
     with pytest.raises(fzero.CheckpointError, match=r"\.global_step0_universal\.new: must not be a link"):
-        fzero.checkpoint.export_deepspeed(folder, out)
+        fzero.deepspeed.export_deepspeed(folder, out)
     rank = claims.folder_of(tmp_path, 0)
     rank.mkdir()
     (rank / claims.UNFINISHED).symlink_to(theirs)

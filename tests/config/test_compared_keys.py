@@ -17,7 +17,7 @@ import fzero
 from fzero.config.config import Config
 from fzero.config.fields import PER_RANK, Block, block_of, compared
 from fzero.deepspeed.comm import log_summary
-from fzero.engine.config_keys import EngineKeys
+from fzero.deepspeed.engine.config_keys import EngineKeys
 from fzero.runtime.step_spec import MismatchError
 
 FREE: dict[str, Any] = {

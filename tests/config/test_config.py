@@ -29,7 +29,7 @@ from fzero.config.optimizer_block import AdamW, with_overrides
 from fzero.config.optimizers import OPTIMIZERS, Adam, SGDParams
 from fzero.config.reference import reference
 from fzero.config.unused_keys import MOST_PLACES, children
-from fzero.engine.config_keys import read as read_keys
+from fzero.deepspeed.engine.config_keys import read as read_keys
 from sharding.testing import world_sizes
 
 

@@ -18,9 +18,9 @@ import fzero
 from fzero import Config, ConfigError, ConfigWarning
 from fzero.config.table import ShownConfig
 from fzero.config.unknown_keys import IGNORED_IN, without_unknown
+from fzero.deepspeed.engine.config_keys import EngineKeys, read
+from fzero.deepspeed.engine.monitor import monitors
 from fzero.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from fzero.engine.config_keys import EngineKeys, read
-from fzero.engine.monitor import monitors
 from fzero.optim import ShardContents
 from fzero.optim.matrix import orthogonalise, orthogonalise_gram
 from sharding.layout import FlatLayout
@@ -356,7 +356,7 @@ def test_a_monitor_whose_package_is_missing_names_it(key: str, package: str, mon
         monkeypatch.context() as other,
         pytest.raises(ConfigError, match=f"{key}.enabled: needs the package {package}"),
     ):
-        other.setattr("fzero.engine.engine.monitors", lambda keys: [])  # as on all ranks but the first
+        other.setattr("fzero.deepspeed.engine.engine.monitors", lambda keys: [])  # as on all ranks but the first
         _train(**{key: {"enabled": True}})
     with pytest.raises(ConfigError, match=f"{key}.projekt: unknown key"):
         read({key: {"enabled": True, "projekt": "x"}})

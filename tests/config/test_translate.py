@@ -59,6 +59,33 @@ def test_the_file_for_fsdp2_trains_as_the_configuration_does(stage: int, ranks: 
     assert [(a + b) / 2 for a, b in zip(first, second)] == pytest.approx(own, rel=1e-4)
 
 
+def test_auto_is_left_out_of_the_file_and_named() -> None:
+    params = {"lr": "auto", "weight_decay": "auto"}
+    cfg = CONFIG | {"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": params}}
+    text = to_fsdp2(ShownConfig.load(cfg), "a dict")
+    (line,) = re.findall(r"^# left out, .*$", text, re.MULTILINE)
+    assert "gradient_clipping, optimizer.params.lr, optimizer.params.weight_decay" in line
+    code = text.replace(line, "")
+    assert "auto" not in code and "clip_grad_norm_" not in code and "AdamW(model.parameters()" in code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "zero"),
+    [
+        ({"fsdp": "shard_grad_op offload"}, {"stage": 2, "offload_param": {"device": "cpu"}}),
+        ({"fsdp": "full_shard", "fsdp_config": {"reshard_after_forward": False}}, {"stage": 2}),
+        (
+            {"fsdp": True, "fsdp_config": {"fsdp_offload_params": True}},
+            {"stage": 3, "offload_param": {"device": "cpu"}},
+        ),
+    ],
+)
+def test_the_arguments_of_a_trainer_are_read_with_their_block(arguments: dict[str, Any], zero: dict[str, Any]) -> None:
+    made, left = from_fsdp2(arguments)
+    found = made["zero_optimization"]
+    assert {key: value for key, value in found.items() if key != "offload_optimizer"} == zero and left == []
+
+
 def test_a_key_without_a_counterpart_is_named_in_the_file() -> None:
     offload = {"device": "cpu", "pin_memory": True}
     zero = {"stage": 2, "zero_hpz_partition_size": 2, "offload_optimizer": {"device": "cpu"}}

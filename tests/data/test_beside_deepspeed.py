@@ -15,9 +15,9 @@ from deepspeed_data import CURRICULA, LENGTHS, LTD, STEPS, VALUES, curriculum
 
 from fzero.data import Metric, read_metric, write_metric
 from fzero.data.index_files import read_rows
+from fzero.deepspeed.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.variable_batch_size_and_lr import batch_by_seqlens
-from fzero.engine.data_schedulers import CurriculumScheduler, ProgressiveLayerDrop, RandomLTDScheduler
 
 pytestmark = pytest.mark.long
 OWN = np.array([5, 300, 5, 7, 7, 7, 0])

@@ -26,8 +26,8 @@ from training import config, make, vectors
 
 import fzero
 from fzero.common.flops import counter
+from fzero.deepspeed import estimators as estimates
 from fzero.deepspeed.runtime.zero import stage3, stage_1_and_2
-from fzero.estimation import zero_formulas as estimates
 from fzero.estimation.activation_trace import ActivationCounter, OperatorCost, trace_activations
 from fzero.estimation.dry_pass import DryPass
 from fzero.estimation.dry_run import dry_run

@@ -124,7 +124,9 @@ def test_the_ranks_of_all_hosts_import_fzero_as_deepspeed(hosts, tmp_path, launc
     job = hosts.start(tmp_path, "imports deepspeed", launcher, "--as_deepspeed", "--no_local_rank")
     _, errors = job.communicate(timeout=120)
     assert job.returncode == 0, errors
-    assert [(tmp_path / f"deepspeed.{rank}").read_text() for rank in range(2)] == ["fzero.engine.initialize"] * 2
+    assert [(tmp_path / f"deepspeed.{rank}").read_text() for rank in range(2)] == [
+        "fzero.deepspeed.engine.initialize"
+    ] * 2
 
 
 @pytest.mark.parametrize("launcher", WITH_AGENTS)

@@ -10,7 +10,7 @@ from test_rooms import MODULES, files, imports, name_of, tree_of
 FILE, CLASS, FUNCTION, ATTRIBUTES = 500, 300, 60, 15
 
 LARGER = {
-    "fzero.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
+    "fzero.deepspeed.engine.engine.Engine": "the attributes that DeepSpeed's engine has",
     "fzero.testing.training_machine.TrainingMachine": "one hypothesis state machine with all its rules, as hypothesis wants them",
 }
 """Names of what is larger, each with its reason."""

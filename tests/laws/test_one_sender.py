@@ -18,7 +18,7 @@ COLLECTIVES = {
 SENDERS = {
     "fzero.verbs": "the verbs",
     "fzero.runtime.update": "the momentum of transforms that look at whole parameters (Muon)",
-    "fzero.engine.divided": "parameters of a model under zero.Init, before there is a step",
+    "fzero.deepspeed.engine.divided": "parameters of a model under zero.Init, before there is a step",
     "fzero.profiling.machine": "measures what a collective costs",
     "fzero.testing.collective_laws": "laws of axes and comm hooks",
     "fzero.deepspeed.comm.comm": "the collectives of DeepSpeed's names, for the user's tensors",
@@ -33,7 +33,7 @@ UPDATERS = {
     "fzero.plans.param_groups": "a transform of the user, tried on fixed numbers so that ranks can compare it",
     "fzero.profiling.profiler": "measures what an update costs",
     "fzero.testing": "laws of transforms",
-    "fzero.integrations": "optimizers that are given as transforms",
+    "fzero.deepspeed.integrations": "optimizers that are given as transforms",
 }
 """The rooms and modules that call a transform's update, each with its reason."""
 

@@ -20,8 +20,7 @@ from training import Plain, make, vectors
 
 import fzero
 from fzero.optim.adam_kernels import adamw
-from fzero.optim.precision import TILE, mixed_precision
-from fzero.optim.transforms import Transform, same_bits
+from fzero.optim.transforms import TILE, Transform, mixed_precision, same_bits
 from fzero.storage.movers import ByName, DeviceMover, Resident
 from fzero.storage.shard_io import MovingTransfer
 from fzero.storage.shard_transfer import BufferPool

@@ -16,7 +16,7 @@ from training import Odd, config, make, part, tokens
 import fzero
 from fzero.config.stages import STAGES
 from fzero.estimation.dry_run import dry_run
-from fzero.profiling import trace_comm
+from fzero.profiling import plan_comm, trace_comm
 
 ROWS = ("2.5", "3 once")
 SGD = {"type": "SGD", "params": {"lr": 0.125}}
@@ -127,6 +127,16 @@ def test_a_step_sends_what_is_planned(ranks: RankPool, row: str, runner: str) ->
         print(sent, planned)
         assert sent["gather"] == sum(n for name, n in planned.items() if name.startswith("all_gather in"))
         assert sent["reduce"] == planned["reduce_scatter of gradients"]
+
+
+@pytest.mark.parametrize(("row", "num_micro_steps"), [("2.5", 3), ("3 once", 1)])
+def test_a_step_is_drawn_as_it_is_planned(row: str, num_micro_steps: int) -> None:
+    mesh = fzero.comms.AbstractAxis("data", 2)
+    step = fzero.make_train_step(make(model), cfg_of(row, num_micro_steps), mesh=mesh)
+    batch = part(tokens(0, 12 * num_micro_steps), 0, 2)
+    sent, planned = plan_comm(step, batch).by_purpose(), step.plan.sent_nbytes_per_step
+    assert sent["gather"] == sum(n for name, n in planned.items() if name.startswith("all_gather in"))
+    assert sent["reduce"] == planned["reduce_scatter of gradients"]
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -17,8 +17,7 @@ from training import ADAMW, Plain, config, make, part, vectors
 
 import fzero
 from fzero.comms import collectives
-from fzero.runtime.finish import finish, norm_parts
-from fzero.runtime.loss import loss_row
+from fzero.runtime.finish import finish, loss_row, norm_parts
 from fzero.state import TrainState
 from fzero.step import TrainStep
 from fzero.storage.shard_transfer import own_shard, updated_part
@@ -56,7 +55,6 @@ def composed(
     parts_F = norm_parts(
         rules.loss,
         [rules.loss.of_shard(own_shard(sums[b.key], b, mesh.shard)) for b in cut],
-        mesh.num_shards,
         stack=mesh.stack,
         device=step.device,
     )

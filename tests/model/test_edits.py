@@ -12,7 +12,7 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 import fzero
-from fzero.runtime.loss import agreed_buffers
+from fzero.runtime.module_buffers import agreed_buffers
 
 X = torch.linspace(-1, 1, 16).view(4, 4)
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fzero
 from fzero import Transform
-from fzero.optim.precision import mixed_precision
+from fzero.optim.transforms import mixed_precision
 from fzero.testing import check_transform
 
 NUM_STEPS = 20

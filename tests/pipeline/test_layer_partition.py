@@ -19,14 +19,18 @@ from ranks import RankPool
 from torch import Tensor, nn
 
 from fzero.comms.process_group import job
+from fzero.deepspeed.topology import (
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+    grid_of,
+    mesh_of,
+)
 from fzero.pipeline import (
     LayerCost,
     LayerSpec,
     PipelineError,
     PipelineModule,
-    PipelineParallelGrid,
-    PipeModelDataParallelTopology,
-    ProcessTopology,
     StageLayers,
     TiedLayerSpec,
     balanced,
@@ -35,7 +39,6 @@ from fzero.pipeline import (
 )
 from fzero.pipeline.layers import LayerSeeds
 from fzero.pipeline.partition import part_nbytes
-from fzero.pipeline.topology import mesh_of
 from sharding import Mesh
 
 # --- bounds -----------------------------------------------------------------------------------------------
@@ -391,8 +394,7 @@ def held_in_a_job() -> tuple[list[str], bool, bool, list[list[int]], str]:
     with pytest.raises(RuntimeError) as found:
         module(num_stages=2)
     same = all(torch.equal(own[name], whole[name]) for name in own)
-    grid = model.mpu()
-    assert grid is not None
+    grid = grid_of(model)
     groups = grid.get_pipe_parallel_group(), grid.get_model_parallel_group(), grid.get_slice_parallel_group()
     return (
         list(own),

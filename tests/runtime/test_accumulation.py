@@ -15,7 +15,7 @@ from training import Odd, Plain, adamw, config, make, part, tokens, train_plainl
 
 import fzero
 from fzero.runtime.eager import ForwardBackward
-from fzero.runtime.loss import LossRules
+from fzero.runtime.finish import LossRules
 from fzero.runtime.visits import Forwards
 
 NUM_STEPS = 4

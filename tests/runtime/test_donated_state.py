@@ -15,7 +15,7 @@ from training import Plain, config, make, vectors
 
 import fzero
 from fzero.resharding.place import copied
-from fzero.state import is_donated
+from fzero.storage.state_memory import is_donated
 
 TAKEN = (
     r"state: must not be used again once a step took it \(donate=True\).*the state that the step returned.*donate=False"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from training import Plain, config, make, vectors
 
 import fzero
-from fzero.runtime.loss import LossRules
+from fzero.runtime.finish import LossRules
 from fzero.simulation import stacked, unstacked
 
 

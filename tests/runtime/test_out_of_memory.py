@@ -19,6 +19,7 @@ def wide(y):
     return (y.repeat(1, 4096) * 2).mean()  # 4096 times the memory of the outputs
 
 state = step.init()
+kept = torch.zeros(3, 1000, 1000)
 state, _ = step(state, torch.ones(2, 64))
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (now + 2**28, now + 2**28))
@@ -31,6 +32,7 @@ def test_a_rank_at_its_limit_names_the_plan_and_the_limit() -> None:
     assert ended.returncode == 1 and any(words in ended.stderr for words in NO_HOST_MEMORY), ended.stderr
     assert "fzero: planned, without activations: a rank holds: parameters 16.6 kB" in ended.stderr
     assert "GiB resident at this process's peak, of an address space limited to" in ended.stderr
+    assert "the largest: 12,000,000 bytes of a float32 tensor (3, 1000, 1000); 524,288 bytes" in ended.stderr
     assert "are free on the machine" in ended.stderr and "For less: smaller micro-batches" in ended.stderr
 
 

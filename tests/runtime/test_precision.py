@@ -33,8 +33,8 @@ from training import (
 
 import fzero
 from fzero.deepspeed.utils import safe_get_full_fp32_param
-from fzero.optim.precision import mixed_precision
 from fzero.optim.rounding import stochastic
+from fzero.optim.transforms import mixed_precision
 
 B, H, F = torch.bfloat16, torch.float16, torch.float32
 NUM_STEPS = 4

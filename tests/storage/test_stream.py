@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fzero.optim import Transform, adagrad, adam, adamw, chain, lion, scale, sgd, skip_if
-from fzero.optim.precision import long_leaves, mixed_precision
 from fzero.optim.rounding import stochastic
-from fzero.optim.transforms import leaf_names, same_bits
+from fzero.optim.transforms import leaf_names, long_leaves, mixed_precision, same_bits
 from fzero.storage.file_store import FileStore
 from fzero.storage.file_tensor import FileSpec, StoreError
 from fzero.storage.movers import DeviceMover, FileMover, TensorRange

@@ -20,7 +20,7 @@ import fzero
 from fzero.comms import collectives
 from fzero.optim.loss_scale import LossScale, LossScaling
 from fzero.optim.transforms import Transform
-from fzero.runtime import finish, loss as measure, phases, reductions, update as updater
+from fzero.runtime import finish, phases, reductions, update as updater
 from fzero.runtime.update import Updater
 from fzero.step import TrainStep
 from fzero.testing import Job, TrainingMachine, training_machine
@@ -63,7 +63,7 @@ def skipping_an_update_on_rank_1() -> Any:
     update = Updater.update
 
     def broken(self: Updater, state: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._ranks.world.rank != 1:
+        if self.mesh.world.rank != 1:
             return update(self, state, *args, **kwargs)
         own = state._replace(params=optree.tree_map(torch.clone, state.params))
         return update(self, own, *args, **kwargs)._replace(params=state.params)
@@ -166,7 +166,7 @@ def overflowing_alone() -> Any:
 
 
 def clipping_by_the_norm_of_one_rank() -> Any:
-    return patch.object(measure.LossRules, "norm", lambda self, parts_W: parts_W[0].sqrt())
+    return patch.object(finish.LossRules, "norm", lambda self, parts_W: parts_W[0].sqrt())
 
 
 def leaving_a_trace_of_a_skipped_update() -> Any:

@@ -75,7 +75,7 @@ def timeout_of_group(group: dist.ProcessGroup) -> timedelta:
 
 
 def failed(label: Label | str, error: Exception) -> CollectiveError:
-    """The error to raise in place of the one of torch.distributed; asks all ranks where they are, to name the missing ones."""
+    """The error to raise instead of the one of torch.distributed; asks all ranks where they are, to name the missing ones."""
     HERE.waits.setdefault(get_ident(), label)  # a captured step did not set it
     cause = f"torch.distributed said: {error}"
     with suppress(RuntimeError):  # from a store that ended with its rank

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from fzero.checkpoint.deepspeed.export import export_deepspeed
-from fzero.checkpoint.deepspeed.files import is_deepspeeds
-from fzero.checkpoint.deepspeed.load import convert_deepspeed
 from fzero.checkpoint.folders import LATEST, latest_of
+from fzero.deepspeed.formats.export import export_deepspeed
+from fzero.deepspeed.formats.files import is_deepspeeds
+from fzero.deepspeed.formats.load import convert_deepspeed
 
 _IGNORED = {"num_extract_workers": 4, "num_merge_workers": 2}
 _FLAGS = ("keep_temp_folder", "no_strict", "inject_missing_state")

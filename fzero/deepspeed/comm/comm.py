@@ -19,9 +19,9 @@ from fzero.comms import collectives, process_group
 from fzero.comms.hangs.failures import TIMEOUT
 from fzero.comms.rendezvous import follow_port, launched
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
-from fzero.engine.initialize import check_may_join
-from fzero.engine.param_views import ENGINES
-from fzero.engine.step_log import merged
+from fzero.deepspeed.engine.initialize import check_may_join
+from fzero.deepspeed.engine.param_views import ENGINES
+from fzero.deepspeed.engine.step_log import merged
 
 
 def init_distributed(

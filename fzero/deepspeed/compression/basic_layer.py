@@ -20,15 +20,15 @@ class _IsPlain(type):
 
 
 class LinearLayer_Compress(nn.Linear, metaclass=_IsPlain):
-    """A Linear; what compresses it is a plan."""
+    """A Linear. A plan compresses it."""
 
 
 class Conv2dLayer_Compress(nn.Conv2d, metaclass=_IsPlain):
-    """A Conv2d; what compresses it is a plan."""
+    """A Conv2d. A plan compresses it."""
 
 
 class Embedding_Compress(nn.Embedding, metaclass=_IsPlain):
-    """An Embedding; what compresses it is a plan."""
+    """An Embedding. A plan compresses it."""
 
 
 class BNLayer_Compress(nn.BatchNorm2d, metaclass=_IsPlain):

@@ -14,9 +14,9 @@ from fzero.compression.students import start_of_student
 from fzero.config.compression import CompressionTraining
 from fzero.config.config import Config, ConfigError
 from fzero.config.files import read
-from fzero.engine.divided_params import gathered, shaped
-from fzero.engine.engine import Engine
-from fzero.engine.param_views import engine_of
+from fzero.deepspeed.engine.divided_params import gathered, shaped
+from fzero.deepspeed.engine.engine import Engine
+from fzero.deepspeed.engine.param_views import engine_of
 
 __all__ = ["init_compression", "redundancy_clean", "student_initialization"]
 

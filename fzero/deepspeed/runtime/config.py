@@ -8,8 +8,8 @@ from typing import Any
 
 from fzero.config.fields import ConfigError
 from fzero.config.files import read
+from fzero.deepspeed.engine.deepspeed_config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 from fzero.deepspeed.runtime.zero.config import ZERO_OPTIMIZATION, ZeroStageEnum, get_zero_config
-from fzero.engine.deepspeed_config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
 DeepSpeedConfigError = ConfigError
 (

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from fzero.engine.engine import Engine as DeepSpeedEngine
-from fzero.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from fzero.deepspeed.engine.engine import Engine as DeepSpeedEngine
+from fzero.deepspeed.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], Any]

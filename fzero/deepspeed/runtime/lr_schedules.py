@@ -8,8 +8,8 @@ from typing import Any
 
 from fzero.config.config import Config
 from fzero.config.fields import ConfigError
-from fzero.engine.client_optimizers import lr_of
-from fzero.engine.optimizer import ConfiguredScheduler
+from fzero.deepspeed.engine.client_optimizers import lr_of
+from fzero.deepspeed.engine.optimizer import ConfiguredScheduler
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST, ONE_CYCLE = "LRRangeTest", "OneCycle"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fzero.deepspeed.accelerator import get_accelerator
 from fzero.deepspeed.comm import get_rank
-from fzero.engine.param_status import ZeroParamStatus
+from fzero.deepspeed.engine.param_status import ZeroParamStatus
 from fzero.storage.host_memory import available_memory, machine_memory
 
 _GIB = 1024**3

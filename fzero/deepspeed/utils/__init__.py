@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero.deepspeed.engine.dataloader import RepeatingLoader
 from fzero.deepspeed.utils import (
     groups,
     init_on_device,
@@ -53,7 +54,6 @@ from fzero.deepspeed.utils.z3_leaf_module import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from fzero.engine.dataloader import RepeatingLoader
 
 __all__ = [
     "OnDevice",

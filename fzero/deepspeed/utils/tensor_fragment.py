@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fzero.engine.param_views import engine_of
+from fzero.deepspeed.engine.param_views import engine_of
 from fzero.resharding import parameters as whole
 
 

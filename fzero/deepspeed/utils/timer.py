@@ -1,6 +1,6 @@
 """`deepspeed.utils.timer`: the engine's timers."""
 
-from fzero.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
+from fzero.deepspeed.engine.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer
 
 FORWARD_MICRO_TIMER, FORWARD_GLOBAL_TIMER = "fwd_microstep", "fwd"
 BACKWARD_MICRO_TIMER, BACKWARD_GLOBAL_TIMER = "bwd_microstep", "bwd"

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fzero.checkpoint import folders
-from fzero.checkpoint.deepspeed.files import is_deepspeeds
-from fzero.checkpoint.deepspeed.load import convert_deepspeed
 from fzero.checkpoint.loading import opened
+from fzero.common.optional import package
+from fzero.deepspeed.formats.files import is_deepspeeds
+from fzero.deepspeed.formats.load import convert_deepspeed
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -103,6 +104,8 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     More bytes than `max_shard_size` ("5GB", "200MB"; None is one file) become several files with an index. `fzero export` does
     that with one tensor in memory at a time.
     """
+    if safe_serialization:
+        package("safetensors", needed_by="safe_serialization=True", instead="pass False, or use fzero export")
     weights = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag, exclude_frozen_parameters)
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fzero.deepspeed.ops.sparse_attention.bert_sparse_self_attention import BertSparseSelfAttention
-from fzero.deepspeed.ops.sparse_attention.sparse_attention_utils import SparseAttentionUtils
+from fzero.deepspeed.ops.sparse_attention.sparse_attention_utils import BertSparseSelfAttention, SparseAttentionUtils
 from fzero.deepspeed.ops.sparse_attention.sparse_self_attention import SparseSelfAttention
 from fzero.deepspeed.ops.sparse_attention.sparsity_config import (
     BigBirdSparsityConfig,

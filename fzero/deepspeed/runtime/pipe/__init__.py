@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fzero.deepspeed.runtime.pipe import module, schedule, topology
+from fzero.deepspeed.runtime.pipe.module import PipelineModule
+from fzero.deepspeed.topology import ProcessTopology
 from fzero.pipeline.layers import LayerSpec, TiedLayerSpec
-from fzero.pipeline.module import PipelineModule
-from fzero.pipeline.topology import ProcessTopology
 
 __all__ = ["LayerSpec", "PipelineModule", "ProcessTopology", "TiedLayerSpec", "module", "schedule", "topology"]

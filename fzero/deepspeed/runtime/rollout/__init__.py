@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.runtime.rollout.base import (
     RolloutBatch,
     RolloutConfig,
@@ -12,7 +13,6 @@ from fzero.deepspeed.runtime.rollout.base import (
     SamplingConfig,
 )
 from fzero.deepspeed.runtime.rollout.hybrid_engine_rollout import HybridEngineRollout, HybridEngineRolloutConfig
-from fzero.engine.engine import Engine
 
 
 def build_rollout(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fzero.config.config import ConfigWarning
+from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.runtime.rollout.base import RolloutBatch, RolloutEngine, RolloutRequest, SamplingConfig
-from fzero.engine.engine import Engine
 
 
 @dataclass

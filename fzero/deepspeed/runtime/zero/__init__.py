@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero.deepspeed.engine.optimizer import ParameterOffload as DeepSpeedZeRoOffload
 from fzero.deepspeed.runtime.zero import (
     config,
     mics,
@@ -14,7 +15,6 @@ from fzero.deepspeed.runtime.zero import (
     utils,
 )
 from fzero.deepspeed.runtime.zero.mics import MiCS_Init
-from fzero.deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from fzero.deepspeed.runtime.zero.partition_parameters import (
     GatheredParameters,
     Init,

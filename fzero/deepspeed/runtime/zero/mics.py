@@ -1,7 +1,7 @@
 """`deepspeed.runtime.zero.mics`: MiCS is the key `zero_optimization.mics_shard_size`."""
 
+from fzero.deepspeed.engine.optimizer import ZeroOptimizer3 as MiCS_Optimizer
 from fzero.deepspeed.runtime.zero.partition_parameters import Init
-from fzero.engine.optimizer import ZeroOptimizer3 as MiCS_Optimizer
 
 
 class MiCS_Init(Init):

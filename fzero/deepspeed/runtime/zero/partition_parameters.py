@@ -15,8 +15,8 @@ from fzero.comms import collectives
 from fzero.comms.records import Label
 from fzero.config.config import ConfigWarning
 from fzero.deepspeed.accelerator import get_accelerator as get_accelerator
-from fzero.engine.constructors import constructing
-from fzero.engine.divided_params import (
+from fzero.deepspeed.engine.constructors import constructing
+from fzero.deepspeed.engine.divided_params import (
     check_forms,
     check_modifier,
     check_not_foreign,
@@ -25,9 +25,9 @@ from fzero.engine.divided_params import (
     gathered,
     refuse_changes,
 )
-from fzero.engine.division_rules import check_all_ranks, rules_of
-from fzero.engine.param_status import ZeroParamStatus as ZeroParamStatus
-from fzero.engine.param_views import engine_of
+from fzero.deepspeed.engine.division_rules import check_all_ranks, rules_of
+from fzero.deepspeed.engine.param_status import ZeroParamStatus as ZeroParamStatus
+from fzero.deepspeed.engine.param_views import engine_of
 from fzero.model.errors import not_trained
 from fzero.resharding.parameters import full_params, with_weight
 

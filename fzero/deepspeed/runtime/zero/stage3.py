@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from fzero.deepspeed.runtime.zero.partition_parameters import GatheredParameters
-from fzero.engine.optimizer import ZeroOptimizer3 as DeepSpeedZeroOptimizer_Stage3
-from fzero.estimation.zero_formulas import (
+from fzero.deepspeed.engine.optimizer import ZeroOptimizer3 as DeepSpeedZeroOptimizer_Stage3
+from fzero.deepspeed.estimators import (
     estimate_zero3_model_states_mem_needs,
     estimate_zero3_model_states_mem_needs_all_cold,
     estimate_zero3_model_states_mem_needs_all_live,
     model_to_params,
 )
+from fzero.deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
 
 @contextmanager

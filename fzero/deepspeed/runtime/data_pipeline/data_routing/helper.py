@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fzero.config.config import ConfigError
-from fzero.engine.data_efficiency import dropping_of_block
-from fzero.engine.engine import Engine
+from fzero.deepspeed.engine.data_efficiency import dropping_of_block
+from fzero.deepspeed.engine.engine import Engine
 
 __all__ = ["convert_to_random_ltd", "remove_random_ltd_state_dict", "save_without_random_ltd"]
 

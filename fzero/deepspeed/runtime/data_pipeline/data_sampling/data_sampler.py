@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from fzero.config.config import Config
-from fzero.engine.data_efficiency import efficiency_of, sampler_of
+from fzero.deepspeed.engine.data_efficiency import efficiency_of, sampler_of
 
 __all__ = ["DeepSpeedDataSampler"]
 

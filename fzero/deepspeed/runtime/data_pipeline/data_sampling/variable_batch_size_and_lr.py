@@ -13,10 +13,10 @@ from torch.utils.data.distributed import DistributedSampler
 from fzero.config.config import ConfigError
 from fzero.data.index_files import read_rows
 from fzero.data.token_batches import batches_by_tokens, scaled_rate
+from fzero.deepspeed.engine.data_efficiency import efficiency_of
+from fzero.deepspeed.engine.engine import Engine
 from fzero.deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DistributedDataAnalyzer
 from fzero.deepspeed.utils.logging import logger
-from fzero.engine.data_efficiency import efficiency_of
-from fzero.engine.engine import Engine
 
 __all__ = [
     "VariableBatchSizeLR",

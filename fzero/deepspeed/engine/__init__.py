@@ -1,0 +1,1 @@
+"""The stateful facade for DeepSpeed's scripts. Begin with `fzero.deepspeed.engine.initialize`."""

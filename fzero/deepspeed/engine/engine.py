@@ -1,0 +1,493 @@
+"""`Engine`: trains as DeepSpeed's engine does, for scripts that are written for it.
+
+    engine, optimizer, loader, scheduler = fzero.initialize(model=model, config="ds_config.json", training_data=dataset)
+    for x, y in loader:
+        loss = criterion(engine(x), y)
+        engine.backward(loss)  # or loss.backward()
+        engine.step()
+
+It holds a `TrainState`, and between two updates an `AccumulationWindow`; the computation is in pure functions elsewhere, mostly
+the parts of `TrainStep`. A request that is not supported raises an error with a fix.
+
+Every rank makes the same calls in the same order. Between two calls no collective is under way: after an exception there on
+all ranks, the script may go on with the next forward. After an exception on one rank alone the job must end, because the
+others wait. After an exception inside `forward` or `backward` the gradients collected since the last update are lost.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fzero.data.loader import CurriculumLoader
+from fzero.deepspeed.engine.call_errors import NO_FORWARD, CallError, check_loss
+from fzero.deepspeed.engine.checkpoints import EngineFiles
+from fzero.deepspeed.engine.client_optimizers import changed, lr_of
+from fzero.deepspeed.engine.config_keys import EngineKeys
+from fzero.deepspeed.engine.data_efficiency import DataSchedules
+from fzero.deepspeed.engine.dataloader import ResumableLoader
+from fzero.deepspeed.engine.direct_backward import DirectBackward
+from fzero.deepspeed.engine.facade import Tools
+from fzero.deepspeed.engine.generation import Generator
+from fzero.deepspeed.engine.held import show_part
+from fzero.deepspeed.engine.live_grads import shows
+from fzero.deepspeed.engine.module import HoldsModule
+from fzero.deepspeed.engine.monitor import check_packages, monitors
+from fzero.deepspeed.engine.optimizer import EngineOptimizer
+from fzero.deepspeed.engine.param_status import available
+from fzero.deepspeed.engine.param_views import ENGINES
+from fzero.deepspeed.engine.step_log import CommsLog, StepLog
+from fzero.model.errors import not_trained
+from fzero.profiling.profiler import dtype_of
+from fzero.runtime.autograd_nodes import Visits, visits_of, works_of
+from fzero.runtime.eager import ForwardBackward
+from fzero.runtime.finish import Outcome
+from fzero.runtime.phases import check_window, collect, going_back, scaled_loss
+from fzero.state import Metrics, TrainState
+from fzero.step import AccumulationWindow, TrainStep, end
+from fzero.storage.shard_transfer import read_later
+
+T = TypeVar("T")
+RUNS = {True: "train", False: "eval"}
+"""The names of the orders of collectives of a forward of the whole module, by its training mode."""
+
+
+class Engine(HoldsModule, nn.Module):
+    """Made by `fzero.initialize`. An `nn.Module` with the child `module`; attributes that it lacks are looked up there.
+
+    Attributes:
+        module: the script's model. Its parameters are views of the state, or `PartitionedParameter`s where they are sharded
+            (`param_views`); calling it calls the engine.
+        train_step, state: the step, and the state that it trains. The state is in host memory after `offload_states`.
+        live_optimizer: the param groups and the optimizer's state as scripts see them; None for an engine that does not train.
+        lr_scheduler: stepped after each update that was not skipped, or None.
+        training_dataloader: of `training_data`, or None.
+        metrics: of the last update, or None. Its loss is NaN where the script called `loss.backward()` on a loss that the engine
+            did not see (`engine.scale` shows it).
+        comms_log: the collectives of this rank, where `comms_logger` is enabled; else None.
+        micro_steps, global_steps, global_samples, skipped_steps: as DeepSpeed counts them.
+    """
+
+    def __init__(
+        self,
+        train_step: TrainStep,
+        state: TrainState[Tensor],
+        *,
+        keys: EngineKeys,
+        optimizer: EngineOptimizer | None,
+        training_dataloader: ResumableLoader | CurriculumLoader | None = None,
+        config: Mapping[str, Any] | None = None,
+        held: frozenset[str] = frozenset(),
+    ) -> None:
+        nn.Module.__init__(self)
+        self.train_step, self.state, self.keys, self.live_optimizer = train_step, state, keys, optimizer
+        self.training_dataloader, self.lr_scheduler = training_dataloader, None
+        self.config = dict(config or {})
+        self.metrics: Metrics | None = None
+        self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
+        self._gas, self.counted_from = train_step.plan.num_micro_steps, 0
+        self._micro_batch = train_step.spec.cfg.batch_sizes(train_step.data_world_size).micro
+        self.open_window: AccumulationWindow | None = None
+        self._boundary: bool | None = None
+        self._is_syncing, self._has_lost, self.grads_are_reduced, self._is_applied = True, False, False, False
+        self._lacks_loss = self._has_warned = self._runs_parts = False
+        self._followed: tuple[list[float], TrainStep, TrainStep] | None = None  # rates, a step, and it with these rates
+        self._direct = DirectBackward(self._collects_directly, scales=train_step.runtime.rules.loss.scales_loss)
+        check_packages(keys)
+        self._monitors = monitors(keys) if train_step.rank == 0 else []
+        says, model = train_step.rank == 0, train_step.spec.model
+        dtype = dtype_of(train_step.plan, train_step.runtime.autocast)
+        self._watch = StepLog(keys, model, train_step.plan, train_step.device, dtype, is_on=says)
+        self.comms_log = None
+        if keys.comms_logger.enabled:
+            self.comms_log = CommsLog(keys.comms_logger, self.log_line if says else None)
+            self.train_step = train_step.observed(self.comms_log)
+        self.engine_tools = Tools(self, writers=self._monitors, batch_size=self._samples())
+        self.data_schedules = DataSchedules(self)
+        self._hold(model, held)
+        self.engine_generator, self.engine_files = Generator(self), EngineFiles(self)
+
+    def train(self, mode: bool = True) -> Self:
+        """The training mode of the module. `eval()` of a hybrid engine prints where the time since the last one went."""
+        self.engine_generator.note_mode(trains=mode)
+        return super().train(mode)
+
+    # --- a step ------------------------------------------------------------------------------------------------------
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's outputs, with their graph; without gradients, and under torch.func, nothing is saved for a backward.
+
+        *Collective* in stage 3: every rank.
+        """
+        if self.is_gathered:
+            return self.module(*inputs, **kwargs)
+        if self.module.training:
+            kwargs |= self.data_schedules.data_arguments()
+        return self._run(self.module, inputs, kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Adds the gradients of a loss to those since the last update. Returns the loss divided by the accumulation steps.
+
+        *Collective:* every rank.
+
+        Args:
+            loss: a scalar, computed from any forwards since the last update; the loss scale is applied here.
+            retain_graph: whether another backward of the same graph will follow.
+            scale_wrt_gas: False does not divide by `gradient_accumulation_steps()`.
+        """
+        self._direct.settle()
+        parts = self._gas if scale_wrt_gas else 1
+        self._check_loss("backward", loss)
+        window = self._window_for("backward", loss)
+        step, passing = self.active_step(), self._others_passing(loss, keeps=retain_graph)
+        with torch.enable_grad():  # the caller may run the backward inside no_grad
+            scalar = loss.reshape(())
+            scaled = scaled_loss(step.runtime, window, scalar)
+            visits = visits_of(scaled, window.work)
+            with (
+                self._collects(visits, scalar, keeps=retain_graph, num_parts=parts, passing=passing),
+                self.outside_grads.expected(window.work, scaled),
+            ):
+                torch.autograd.backward(scaled, retain_graph=retain_graph)
+        return loss.detach() / parts
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the loss scale, for `engine.scale(loss).backward()`; where there is none (not fp16) the loss itself.
+
+        It counts for the next backward that the script starts.
+        """
+        self._check_loss("scale", loss)
+        window = self._window_for("scale", loss)
+        self._direct.scaled(loss.reshape(()))
+        return scaled_loss(self.active_step().runtime, window, loss)
+
+    def _window_for(self, where: str, loss: Tensor) -> AccumulationWindow:
+        """The window of a loss. It begins here if the script has only called parts of the module by themselves."""
+        if self.open_window is None:
+            self.active_step()
+            if not self.outside_grads.are_in(loss):
+                raise CallError(f"engine.{where}: {NO_FORWARD}")
+            self._opened(self._still())
+        assert self.open_window is not None
+        return self.open_window
+
+    def _check_loss(self, where: str, loss: Any) -> None:
+        if self.live_optimizer is None:
+            raise CallError(f"engine.{where}: this engine has no optimizer; give initialize one, or the configuration")
+        check_loss(where, loss)
+
+    @contextmanager
+    def _collects(
+        self,
+        visits: Visits,
+        loss: Tensor | None,
+        *,
+        keeps: bool,
+        num_parts: int | None = None,
+        passing: AbstractContextManager[None] | None = None,
+    ) -> Iterator[None]:
+        """Inside, autograd runs a backward, whose gradients are added to those since the last update.
+
+        Args:
+            visits: those of the backward.
+            loss: without the loss scale; None where it is not known.
+            keeps: whether the graph is kept.
+            num_parts: the number of micro-steps over which the loss is a mean; None is that of an accumulation.
+            passing: lets it pass through other engines.
+        """
+        step, window = self.active_step(), self.open_window
+        assert window is not None
+        self.grads.take()  # gradients that the script has set to None are zero now
+        self.grads_are_reduced = self._is_syncing and (self._is_unmanaged or self.is_gradient_accumulation_boundary())
+        if self.grads_are_reduced:  # the ranks compare the numbers of the update in its last backward
+            step = self._following()
+        self._lacks_loss |= loss is None
+        shown = torch.zeros((), device=self.device) if loss is None else loss
+        how: dict[str, Any] = {"num_parts": num_parts or self._gas, "is_last": self.grads_are_reduced, "keeps": keeps}
+        known = available() if step.plan.row.shards("params") else nullcontext()
+        with known, self._guarded(), self._watch.of("backward", self.global_steps), passing or nullcontext():
+            with going_back(step.runtime, window, visits, shown, **how) as after:
+                yield
+            self.open_window = after[0]
+            self.grads.show(step, after[0], are_reduced=self.grads_are_reduced)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """Counts a micro-step. At the end of an accumulation, updates: clips, skips an overflow, steps the scheduler.
+
+        *Collective* at the end of an accumulation: every rank.
+
+        Raises:
+            FloatingPointError: a gradient is not finite, and overflows are not skipped (DeepSpeed would go on with NaN); the
+                state is unchanged, and the next accumulation begins.
+        """
+        self._direct.settle()
+        if not self._is_syncing:
+            raise CallError(
+                "engine.step: must not be called inside no_sync, whose gradients are not reduced; call it after"
+            )
+        self._is_applied, updates = False, self._is_unmanaged or self.is_gradient_accumulation_boundary()
+        if updates:
+            before = self.global_steps
+            with self._watch.of("update", before):
+                self._update(lr_kwargs or {})
+            self._report(before)
+        self.micro_steps += 1
+        self.tput_timer.stop(global_step=updates)
+
+    def _update(self, lr_kwargs: Mapping[str, Any]) -> None:
+        step, window, optimizer = self.active_step(), self.open_window, self.live_optimizer
+        if self._has_lost:
+            raise RuntimeError(
+                "engine.step: an error dropped the gradients of earlier micro-steps; call engine.zero_grad() to go on without "
+                "them"
+            )
+        if optimizer is None or window is None or not window.loss_stats:
+            self.live.check()  # for a loss of parts that the script called by themselves
+            raise RuntimeError(
+                "engine.step: must follow a backward since the last update; call engine.backward(loss) first"
+            )
+        if not self.grads_are_reduced and not step.plan.row.shards("grads"):
+            raise RuntimeError(
+                "engine.step: the last backward must reduce gradients, and was inside no_sync or before the boundary; "
+                "call set_gradient_accumulation_boundary(True) before it"
+            )
+        with optimizer.stepping():
+            self._make_update(window, optimizer)
+        self._step_scheduler(lr_kwargs)
+
+    def _make_update(self, window: AccumulationWindow, optimizer: EngineOptimizer) -> None:
+        without = self.grads.take()
+        self.live.check()
+        optimizer.settle()
+        step = self._following()
+        step.runtime.learned.hyper.edits = self.grads.edits.take() | optimizer.state.edits.take()
+        overflow = list[Callable[[], int]]()
+
+        def sees(outcome: Outcome) -> None:
+            # Read when the device has been given the update, so that it does not idle while the host waits.
+            overflow.append(read_later(outcome.overflow) if self.cfg.skips_overflow else int)
+
+        try:
+            with optimizer.state.keeping(without):
+                window.work.forwards.still |= without
+                check_window(window)
+                collected = collect(step.runtime, window)
+                self.state, self.metrics = end(step.runtime, collected, sees=sees)
+        except FloatingPointError:  # the step has ended without an update
+            self.open_window, self.micro_steps = None, self.micro_steps + 1
+            self._show_buffers()
+            raise
+        if self._lacks_loss:
+            self.metrics = self.metrics._replace(loss=torch.full_like(self.metrics.loss, float("nan")))
+        self.train_step, self.open_window, self._lacks_loss = step, None, False
+        self._has_updated(overflow=overflow[0], num_micro_steps=len(window.loss_stats))
+
+    def _has_updated(self, *, overflow: Callable[[], int], num_micro_steps: int) -> None:
+        """Counts an update. `overflow` reads whether it was skipped."""
+        optimizer, metrics = self.live_optimizer, self.metrics
+        assert optimizer is not None and metrics is not None
+        self.global_samples += self._samples(num_micro_steps)
+        optimizer.state.refresh()
+        self._show_buffers()
+        optimizer.overflow = self.cfg.skips_overflow and bool(overflow())
+        self.global_steps += 1
+        self._is_applied = not optimizer.overflow
+        self.skipped_steps += optimizer.overflow
+        if optimizer.overflow:
+            self.log_line(
+                f"OVERFLOW! Rank 0 skipped the step. Attempted loss scale: {metrics.loss_scale.item():g}, "
+                f"next: {optimizer.loss_scale:g}"
+            )
+
+    def _step_scheduler(self, lr_kwargs: Mapping[str, Any]) -> None:
+        """After an update: steps the scheduler, if it was not skipped."""
+        if self.lr_scheduler is not None and self._is_applied:
+            owner: Any = getattr(self.lr_scheduler, "optimizer", None)
+            if owner is not None:  # torch warns about a scheduler whose optimizer was never stepped
+                owner._opt_called = True
+            self.lr_scheduler.step(**lr_kwargs)
+
+    def _following(self) -> TrainStep:
+        """The step with the present numbers of the param groups."""
+        step, groups = self.active_step(), self.hyper
+        rates, others = [lr_of(group) for group in groups], changed(step.runtime.updater.optimizers, groups)
+        if others is None and self._followed is not None:
+            known, *same = self._followed
+            if rates == known and any(step is one for one in same):
+                return same[-1]
+        made = step.following(rates, others)
+        self._followed = (rates, step, made)
+        return made
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients collected since the last update; after an update there are none. Forwards stay."""
+        self._direct.settle()
+        self._has_lost = False
+        self.drop_grads(to_none=set_to_none, of="engine")
+
+    def drop_grads(self, *, to_none: bool, of: Literal["engine", "optimizer"]) -> None:
+        """Drops gradients for `zero_grad` of an object; in the cases in which DeepSpeed's drops none, warns once."""
+        stage, window = self.train_step.plan.row.number, self.open_window
+        if self.grads.given or window is None or not window.loss_stats:
+            self.grads.drop(to_none=to_none)
+            return
+        drops = of == "engine" or not stage or (stage == 3 and not self.grads_are_reduced)
+        if stage and of != ("optimizer" if drops else "") and not self._has_warned:
+            self._has_warned = True
+            says = "drops the gradients" if drops else "has no effect on the gradients"
+            warnings.warn(
+                f"{of}.zero_grad: {says} since the last update in stage {stage}, where DeepSpeed's has no effect; "
+                f"leave it out: the engine begins with zeros after each update",
+                stacklevel=3,
+            )
+        if drops:
+            self.open_window, self._lacks_loss = window._replace(loss_stats=()), False
+
+    def run_part(self, name: str, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
+        """Runs a submodule that the script calls by itself, on its inputs as they are."""
+        self._runs_parts = True
+        return self._run(function, inputs, kwargs, part=name)
+
+    @property
+    def repeated(self) -> ForwardBackward | None:
+        """In a backward, while a checkpoint of the script runs such a submodule again: what it runs for. Else None."""
+        if not self._runs_parts or self._is_inside or self.open_window is None:
+            return None
+        work = self.open_window.work
+        return work if work.status == "running" and work.forwards.of_node.run not in RUNS.values() else None
+
+    def _run(
+        self, function: Callable[..., T], inputs: tuple[Any, ...], kwargs: dict[str, Any], *, part: str | None = None
+    ) -> T:
+        """Runs a forward of the module, through its own `__call__` or inside it; or of a submodule, a `part`."""
+        self._direct.settle()
+        self.live.check_modules()
+        step, run = self.active_step(), RUNS[self.module.training]
+        dtype = step.runtime.autocast
+        if part is None:
+            inputs, kwargs = step.runtime.batches.cast((inputs, kwargs))
+        else:
+            dtype, run = None, f"{run} {part!r}"
+
+        def call() -> T:
+            self._is_inside = True
+            try:
+                known = available() if step.plan.row.shards("params") else nullcontext()
+                with known, nullcontext() if dtype is None else torch.autocast(self.device.type, dtype=dtype):
+                    return function(*inputs, **kwargs)
+            finally:
+                self._is_inside = False
+
+        is_func = torch._C._are_functorch_transforms_active()
+        trains = torch.is_grad_enabled() and not is_func and self.live_optimizer is not None
+        if step.runtime.observer and trains and part is None:
+            step.runtime.observer.sees((inputs, kwargs), is_call=True)
+        with self._watch.of("forward", self.global_steps, trains=trains):
+            if not trains:
+                return self._inspect(step, call, run=f"{run} {'func' if is_func else 'alone'}", keeps=not is_func)
+            still = self._still()
+            with self._guarded():
+                window = self._opened(still)
+                outputs = self.train_step.forward(window, call, run=run, still=still)
+                self._show_buffers()
+            self._direct.watch(window.work, outputs)
+            return outputs
+
+    def _still(self) -> frozenset[str]:
+        """Begins to train on a micro-batch; returns the parameters that require no gradients now."""
+        self.tput_timer.start()
+        assert self.live_optimizer is not None
+        self.live_optimizer.settle()
+        return self.layouts.follow_flags()
+
+    def _opened(self, still: frozenset[str]) -> AccumulationWindow:
+        """The window since the last update, which begins here if there is none."""
+        if self.open_window is None:
+            step = self.train_step
+            self.open_window = window = step.begin(self.state, measures_early=not shows(step, are_reduced=True))
+            window.work.forwards.still = still
+            step.runtime.learned.holds_still |= bool(still)
+            self._direct.watch(window.work, ())
+            self._show_buffers()
+        return self.open_window
+
+    def _takes_outside(self, name: str, grad: Tensor | None) -> bool:
+        """Takes the gradient of a parameter that a loss uses outside of the forwards; returns whether `.grad` is not for it.
+
+        A script's own backward may begin here. One of another engine drops it, as it drops those of this engine's forwards.
+        """
+        runtime = self.train_step.runtime
+        if self.live_optimizer is None or self.is_gathered or runtime.spec.is_part or runtime.changes.views:
+            if name in self.grads.given or runtime.changes.views:  # the forward computes with other values
+                raise not_trained(name)
+            return False
+        if self.open_window is None or self.open_window.work.status == "idle":
+            if any(engine.is_collecting for engine in ENGINES if engine is not self):
+                return True
+            with torch.enable_grad():  # autograd runs without
+                window = self._opened(self._still())
+            self._direct.begin(window.work)
+        assert self.open_window is not None
+        self.outside_grads.add(self.open_window.work, name, grad)
+        return True
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether `backward` runs."""
+        return self.open_window is not None and self.open_window.work.status == "running" and not self._direct.is_open
+
+    @contextmanager
+    def _collects_directly(self, visits: Visits, loss: Tensor | None, *, keeps: bool) -> Iterator[None]:
+        """`_collects` for a backward that the script has started."""
+        with self._collects(visits, loss, keeps=keeps):
+            assert self.open_window is not None
+            self.outside_grads.expect(self.open_window.work)
+            yield
+
+    def _inspect(self, step: TrainStep, call: Callable[[], T], *, run: str, keeps: bool) -> T:
+        """Runs a forward without gradients; what it writes into module buffers is kept, as by a module alone."""
+        shown = self.live_buffers
+        state, statistics = self.state._replace(buffers=shown.now), step.runtime.statistics
+        if not keeps:
+            return step.inspect(state, call, run=run)
+        kept = partial(shown.kept, call, statistics if self.module.training else ())
+        outputs, changed = step.inspect(state, kept, run=run)
+        if changed:
+            shown.now.update(changed)
+            self._show_buffers()
+        return outputs
+
+    @contextmanager
+    def _others_passing(self, loss: Tensor, *, keeps: bool) -> Iterator[None]:
+        """Inside, a backward may run through forwards of other engines, whose gradients do not change."""
+        open_ = [engine for engine in ENGINES if engine is not self and engine.open_window is not None]
+        others = {id(engine.open_window.work): engine for engine in open_}
+        with ExitStack() as stack:
+            for engine in [others[id(work)] for work in works_of(loss) if id(work) in others] if others else []:
+                stack.enter_context(engine._guarded())
+                stack.enter_context(engine.train_step.passing(engine.open_window, loss, keeps=keeps))
+            yield
+
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
+        """Drops the accumulation window after an error inside."""
+        try:
+            yield
+        except BaseException:
+            self._has_lost = self.open_window is not None and bool(self.open_window.loss_stats)
+            self.open_window = None
+            self.grads.take()
+            self._show_buffers()
+            raise
+
+
+show_part(Engine, "engine_tools", Tools)
+show_part(Engine, "data_schedules", DataSchedules)
+show_part(Engine, "engine_generator", Generator)
+show_part(Engine, "engine_files", EngineFiles)

@@ -1,0 +1,44 @@
+"""`show_part`: an engine has the public methods and attributes of a part that it holds, and each is the part's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+
+def show_part(engine: type, part: str, kind: type) -> None:
+    """Gives the class of engines every public name of a part's class.
+
+    Args:
+        engine: the class; a name that it has itself stays.
+        part: the engine's attribute that holds the part.
+        kind: the class of the part.
+    """
+    for name in dict.fromkeys([*vars(kind), *inspect.get_annotations(kind)]):
+        if not name.startswith("_") and name not in vars(engine) and name != "engine":
+            setattr(engine, name, _shown(part, name, vars(kind).get(name)))
+
+
+def _shown(part: str, name: str, member: Any) -> Any:
+    if isinstance(member, staticmethod):
+        return member
+    return _method(part, member) if inspect.isfunction(member) else _attribute(part, name, member)
+
+
+def _method(part: str, member: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(member)
+    def call(engine: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return member(getattr(engine, part), *args, **kwargs)
+
+    return call
+
+
+def _attribute(part: str, name: str, member: Any) -> property:
+    doc = member.__doc__ if isinstance(member, property) else None
+    return property(
+        lambda engine: getattr(getattr(engine, part), name),
+        lambda engine, value: setattr(getattr(engine, part), name, value),
+        doc=doc,
+    )

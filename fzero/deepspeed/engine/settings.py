@@ -1,0 +1,237 @@
+"""`Settings`: DeepSpeed's methods that read an engine's configuration."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cached_property
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from fzero.config.config import Config
+from fzero.deepspeed.engine.config_keys import EngineKeys
+from fzero.deepspeed.engine.deepspeed_config import DeepSpeedConfig
+from fzero.deepspeed.engine.settings_table import ATTRIBUTES, CONSTANT, GIVEN, REFUSED, look_up
+from fzero.deepspeed.formats.files import MODEL, MODEL_OF_RANK, OPTIMIZER_OF_RANK
+from fzero.step import TrainStep
+from sharding.views import torch_dtype
+
+Value = TypeVar("Value", bool, int, float)
+
+
+def _reads(kind: type[Value], place: str) -> Callable[[Settings], Value]:
+    """A method that returns an attribute of the engine, such as a key of its configuration; null counts as false."""
+    read = attrgetter(place)
+    return lambda self: kind(read(self))
+
+
+class Settings:
+    """The part of `Engine` that reads its configuration. The rows of `settings_table` are methods, too."""
+
+    train_step: TrainStep
+    keys: EngineKeys
+    config: dict[str, Any]
+    """The configuration as the script gave it."""
+
+    @property
+    def cfg(self) -> Config:
+        return self.train_step.spec.cfg
+
+    @cached_property
+    def _config(self) -> DeepSpeedConfig:
+        """The configuration under DeepSpeed's names; `engine.config` is what the script gave."""
+        return DeepSpeedConfig(self.config, engine=self)
+
+    zero_optimization_stage = _reads(int, "train_step.plan.row.number")
+    zero_optimization = _reads(bool, "train_step.plan.row.number")
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.train_step.plan.row.shards("grads")
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.train_step.plan.row.shards("params")
+
+    def zero_offload_optimizer(self) -> Any:
+        """The block of the configuration, or None; likewise `zero_offload_param`."""
+        return self.cfg.zero_optimization.offload_optimizer
+
+    def zero_offload_param(self) -> Any:
+        return self.cfg.zero_optimization.offload_param
+
+    def zero_cpu_offload(self) -> bool:
+        return getattr(self.zero_offload_optimizer(), "device", None) == "cpu"
+
+    def zero_reduce_bucket_size(self) -> int | None:
+        return self.cfg.zero_optimization.reduce_bucket_size
+
+    def zero_allgather_bucket_size(self) -> int | None:
+        return self.cfg.zero_optimization.allgather_bucket_size
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """True: the weights can always be gathered."""
+        return True
+
+    fp16_enabled = _reads(bool, "cfg.fp16.enabled")
+    bfloat16_enabled = _reads(bool, "cfg.bf16.enabled")
+    dynamic_loss_scale = _reads(bool, "train_step.runtime.rules.scaling.dynamic")
+
+    def amp_enabled(self) -> bool:
+        """False: a configuration with the block `amp` raises."""
+        return False
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtypes of the largest flat buffer's parameters and of its accumulated gradients."""
+        dtypes = max(self.train_step.plan.flat_buffers, key=lambda buffer: buffer.padded_numel).dtypes
+        return torch_dtype(dtypes.param), torch_dtype(dtypes.grad)
+
+    gradient_clipping = _reads(float, "cfg.gradient_clipping")
+
+    def optimizer_name(self) -> str | None:
+        """The name of the configuration's optimizer, in lower case as in DeepSpeed."""
+        return str(self.cfg.optimizer.type).lower() if "optimizer" in self.cfg.model_fields_set else None
+
+    def get_type(self) -> list[str | None]:
+        """The optimizer of each group."""
+        return [str(getattr(one, "type", one)).lower() for one in self.train_step.runtime.updater.optimizers]
+
+    def scheduler_name(self) -> str | None:
+        return None if self.cfg.scheduler is None else self.cfg.scheduler.type
+
+    def steps_per_print(self) -> int | None:
+        return self.keys.steps_per_print
+
+    wall_clock_breakdown = _reads(bool, "keys.wall_clock_breakdown")
+    managed_gradient_accumulation = _reads(bool, "keys.managed_gradient_accumulation")
+    memory_breakdown = _reads(bool, "keys.memory_breakdown")
+    dump_state = _reads(bool, "keys.dump_state")
+    dataloader_drop_last = _reads(bool, "keys.dataloader_drop_last")
+    flops_profiler_enabled = _reads(bool, "keys.flops_profiler.enabled")
+    flops_profiler_profile_step = _reads(int, "keys.flops_profiler.profile_step")
+    flops_profiler_module_depth = _reads(int, "keys.flops_profiler.module_depth")
+    flops_profiler_top_modules = _reads(int, "keys.flops_profiler.top_modules")
+    flops_profiler_detailed = _reads(bool, "keys.flops_profiler.detailed")
+
+    def flops_profiler_output_file(self) -> str | None:
+        return self.keys.flops_profiler.output_file
+
+    get_data_parallel_rank = _reads(int, "train_step.data_rank")
+
+    def get_model_parallel_rank(self) -> int:
+        """0: all ranks are data-parallel."""
+        return 0
+
+    get_tensor_parallel_rank = get_model_parallel_rank
+
+    def zero_overlap_comm(self) -> bool:
+        """As configured; DeepSpeed's default is true in stage 3 only."""
+        return bool(look_up(self.config, "zero_optimization.overlap_comm", self.train_step.plan.row.shards("params")))
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        return getattr(self.zero_offload_optimizer(), "device", None) in ("cpu", "nvme")
+
+    def zero_nvme_offload_optimizer(self) -> bool:
+        return getattr(self.zero_offload_optimizer(), "device", None) == "nvme"
+
+    def is_first_weights_partition_group(self) -> bool:
+        """Whether this rank is in the first group that shards the weights among itself."""
+        size = int(look_up(self.config, "zero_optimization.mics_shard_size", -1))
+        return self.train_step.rank < size if size > 0 else self.zero_optimization_partition_weights()
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        return self.keys.checkpoint.tag_validation != "IGNORE"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        return self.keys.checkpoint.tag_validation == "FAIL"
+
+    def postscale_gradients(self) -> bool:
+        return not self.cfg.prescale_gradients
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are sent: as configured, or that of 16-bit parameters."""
+        named = self.cfg.communication_data_type or self.cfg.precision.param_dtype
+        return torch_dtype(named or "float32")
+
+    def torch_autocast_dtype(self) -> torch.dtype | None:
+        return self.train_step.runtime.autocast
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """The classes whose computation `torch_autocast` does in 16 bits; DeepSpeed's default where none are configured."""
+        kinds = ("linear.Linear", "conv.Conv1d", "conv.Conv2d", "conv.Conv3d")
+        default = [f"torch.nn.modules.{kind}" for kind in kinds]
+        return list(look_up(self.config, "torch_autocast.lower_precision_safe_modules", default))
+
+    def initial_dynamic_scale(self) -> int:
+        return int(2 ** look_up(self.config, "fp16.initial_scale_power", 16))
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """The rules of a dynamic loss scale, under DeepSpeed's names."""
+        fp16 = self.cfg.fp16
+        return {
+            "init_scale": self.initial_dynamic_scale(), "scale_window": fp16.loss_scale_window, "min_scale": fp16.min_loss_scale,
+            "delayed_shift": fp16.hysteresis, "consecutive_hysteresis": fp16.consecutive_hysteresis,
+        }  # fmt: skip
+
+    @cached_property
+    def sparse_tensor_module_names(self) -> set[str]:
+        """The weights whose gradients are sent as sparse tensors: none, also with `sparse_gradients`."""
+        return set()
+
+    # --- names of DeepSpeed's files, which `load_checkpoint` reads; `save_checkpoint` writes others ---------------------
+
+    def _get_ckpt_name(
+        self,
+        checkpoints_path: str | Path,
+        tag: str | None,
+        mp_placeholder: str | None = None,
+        pp_placeholder: str | None = None,
+    ) -> str:
+        """The path of the model file of a checkpoint of DeepSpeed's; in stage 3, of this rank's."""
+        rank = self.get_data_parallel_rank() if pp_placeholder is None else pp_placeholder
+        name = MODEL_OF_RANK.format(rank) if self.zero_optimization_partition_weights() else MODEL
+        if mp_placeholder is not None:
+            name = name.replace("mp_rank_00", f"mp_rank_{mp_placeholder}")
+        return os.path.join(checkpoints_path, str(tag), name)
+
+    def _get_zero_ckpt_name(self, checkpoints_path: str | Path, tag: str | None) -> str:
+        """The path of the file of this rank's optimizer state."""
+        prefix = "bf16_" if self.bfloat16_enabled() else ""
+        return os.path.join(
+            checkpoints_path, str(tag), prefix + OPTIMIZER_OF_RANK.format(self.get_data_parallel_rank())
+        )
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str | Path, tag: str | None, expp_rank: int) -> str:
+        """The path of the optimizer's file of a rank that has experts of its own."""
+        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
+
+    def autotuning_metric_path(self) -> str:
+        return str(look_up(self.config, "autotuning.metric_path", Path.cwd() / "autotuning_metric.json"))
+
+    def autotuning_model_info_path(self) -> str:
+        return str(look_up(self.config, "autotuning.model_info_path", Path.cwd() / "autotuning_model_info.json"))
+
+
+def _given(name: str) -> Callable[[Settings], Any]:
+    key, default = GIVEN[name]
+    return lambda self: look_up(self.config, key, default)
+
+
+def _constant(name: str) -> Callable[[Settings], Any]:
+    return lambda self: CONSTANT[name]
+
+
+def _refused(name: str) -> Callable[..., NoReturn]:
+    def method(self: Settings, *args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(f"engine.{name}: must not be called, fzero has none: {REFUSED[name]}")
+
+    return method
+
+
+for _table, _made in ((GIVEN, _given), (CONSTANT, _constant), (REFUSED, _refused)):
+    for _name in _table:
+        setattr(Settings, _name, _made(_name))
+for _name, _value in ATTRIBUTES.items():
+    setattr(Settings, _name, _value)

@@ -1,7 +1,0 @@
-"""`deepspeed.ops.adam`: Adam under DeepSpeed's names."""
-
-from __future__ import annotations
-
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPUAdam, FusedAdam
-
-__all__ = ["DeepSpeedCPUAdam", "FusedAdam"]

@@ -1,7 +1,0 @@
-"""`deepspeed.ops.lion`: Lion under DeepSpeed's names."""
-
-from __future__ import annotations
-
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPULion, FusedLion
-
-__all__ = ["DeepSpeedCPULion", "FusedLion"]

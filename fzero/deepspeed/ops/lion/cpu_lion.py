@@ -1,5 +1,0 @@
-"""`deepspeed.ops.lion.cpu_lion`."""
-
-from fzero.engine.deepspeed_optimizers import DeepSpeedCPULion
-
-__all__ = ["DeepSpeedCPULion"]

@@ -1,5 +1,0 @@
-"""`deepspeed.ops.lion.fused_lion`."""
-
-from fzero.engine.deepspeed_optimizers import FusedLion
-
-__all__ = ["FusedLion"]

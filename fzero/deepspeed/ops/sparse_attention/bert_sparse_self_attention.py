@@ -1,5 +1,0 @@
-"""`deepspeed.ops.sparse_attention.bert_sparse_self_attention`."""
-
-from fzero.attention.bert import BertSparseSelfAttention
-
-__all__ = ["BertSparseSelfAttention"]

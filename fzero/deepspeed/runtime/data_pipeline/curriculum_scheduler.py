@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.data_pipeline.curriculum_scheduler`: the difficulty of a step."""
-
-from fzero.engine.data_schedulers import CurriculumScheduler
-
-__all__ = ["CurriculumScheduler"]

@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.dataloader`: the engine's loaders."""
-
-from fzero.engine.dataloader import RepeatingLoader, ResumableLoader as DeepSpeedDataLoader
-
-__all__ = ["DeepSpeedDataLoader", "RepeatingLoader"]

@@ -1,7 +1,0 @@
-"""`deepspeed.runtime.hybrid_engine`: every engine generates between updates."""
-
-from __future__ import annotations
-
-from fzero.engine.engine import Engine as DeepSpeedHybridEngine
-
-__all__ = ["DeepSpeedHybridEngine"]

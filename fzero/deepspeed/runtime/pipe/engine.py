@@ -1,8 +1,0 @@
-"""`deepspeed.runtime.pipe.engine`: the engine of a `PipelineModule`."""
-
-from __future__ import annotations
-
-from fzero.engine.pipeline_engine import PipelineEngine
-from fzero.pipeline.module import PipelineError
-
-__all__ = ["PipelineEngine", "PipelineError"]

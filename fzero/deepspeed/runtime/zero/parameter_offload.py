@@ -1,5 +1,0 @@
-"""`deepspeed.runtime.zero.parameter_offload`: the class of `optimizer.parameter_offload`, for isinstance."""
-
-from fzero.engine.optimizer import ParameterOffload as DeepSpeedZeRoOffload
-
-__all__ = ["DeepSpeedZeRoOffload"]
