@@ -220,6 +220,7 @@ AMPLIFIES = {"Gemma4UnifiedForCausalLM": 1e-3}
 """The largest difference of weights where a model makes more of a rounding: its norms divide by numbers near 0."""
 FAILS_IN_A_TRACE = dict.fromkeys(("AXK1ForCausalLM", "MiniCPM3ForCausalLM", "YoutuForCausalLM"), "The size of tensor a")
 FAILS_IN_A_TRACE["JetMoeForCausalLM"] = "has no attribute 'constant'"
+FAILS_IN_A_TRACE["BigBirdForCausalLM"] = "multiple of block size"  # its own error, with the line
 FAILS_IN_A_TRACE["MovesItself"] = "must not be changed in place"  # module.to sets .data, to the same tensor
 """Models at which PyTorch's own trace fails; the error names their line."""
 
