@@ -143,6 +143,39 @@ def check_not_kept(model: nn.Module, before: Mapping[str, Tensor]) -> dict[str, 
     return found
 
 
+def held_by_modules(model: nn.Module, is_of_params: Callable[[Tensor], bool]) -> dict[str, Tensor]:
+    """The tensors that modules hold in attributes and that lie in the memory of parameters, by name."""
+    return {
+        f"{prefix}.{key}".removeprefix("."): value
+        for prefix, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, Tensor) and is_of_params(value)
+    }
+
+
+def check_follows(model: nn.Module, before: Mapping[str, Any]) -> None:
+    """Raises ImpureError if a module still holds one of these tensors, which were parameters in an earlier capture.
+
+    In a plain loop such a tensor has the parameter's values after each update.
+    """
+    for name, value in before.items():
+        if value is not None and _attribute(model, name) is value:
+            raise ImpureError(
+                f"the forward keeps the parameter that {name!r} was in an earlier step, whose values a graph would not change; "
+                f"read the parameter in each forward, or keep a copy of it (.detach().clone())"
+            )
+
+
+def attributes_of(model: nn.Module, names: Iterable[str]) -> dict[str, Any]:
+    """The attributes of these names, or None where there is none."""
+    return {name: _attribute(model, name) for name in names}
+
+
+def _attribute(model: nn.Module, name: str) -> Any:
+    prefix, _, key = name.rpartition(".")
+    return vars(model.get_submodule(prefix)).get(key)
+
+
 _OF_MODULES = ("_parameters", "_buffers", "_flat_weights")
 
 

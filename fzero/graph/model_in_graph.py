@@ -24,7 +24,15 @@ from fzero.comms.mesh import AxisMesh, OneRank
 from fzero.comms.records import Label
 from fzero.comms.stacked import Stacked
 from fzero.graph.guards import Guard
-from fzero.graph.impure import check_caches, check_class, check_not_kept, no_tensor_classes
+from fzero.graph.impure import (
+    attributes_of,
+    check_caches,
+    check_class,
+    check_follows,
+    check_not_kept,
+    held_by_modules,
+    no_tensor_classes,
+)  # fmt: skip
 from fzero.graph.remat import BACKWARD, SEEN
 from fzero.graph.tracing import alone, has_changed, memory_of
 from fzero.model.errors import INSIDE, UNRELATED, flag_changed, has_hook, late, marked, of_own_class, was_changed
@@ -59,6 +67,7 @@ class ModelInGraph:
         self._comm_hooks, self._flats = plan.comm_hooks, plan.flat_buffers
         self._trained = tuple(flat for flat in self._flats if flat.trainable)
         self._kept: dict[str, Tensor] = {}  # attributes under torch.vmap, after the last forward
+        self._of_params: set[str] = set()  # attributes that any forward has set to a parameter
         how: dict[str, Any] = {"autocast": run.autocast, "device": run.device.type}
         self._loss_of: Callable[[Any], tuple[Tensor, Tensor | None]] = partial(
             loss_of, spec.model, spec.loss_fn, reduces_by_sum=not self._rules.is_mean, **how
@@ -203,8 +212,11 @@ class ModelInGraph:
             name: marks_of(as_parameter(x, name) if name in tensors else x)
             for name, x in chain(tensors.items(), model.named_buffers())
         }
+        held, homes = attributes_of(model, self._of_params), {memory_of(x) for x in tensors.values() if x.numel()}
         with no_tensor_classes(self._functions), self._bound(tensors, buffers, n, micro):
             loss, weight = self._loss_of(batch)
+        check_follows(model, held)
+        self._of_params |= held_by_modules(model, lambda x: memory_of(x) in homes).keys()
         if isinstance(self._ranks, Stacked):
             self._kept = check_not_kept(model, self._kept)
         if found := [name for name, x in tensors.items() if x._backward_hooks]:

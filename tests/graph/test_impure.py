@@ -144,6 +144,27 @@ def test_what_a_graph_would_not_repeat_is_refused_and_leaves_the_module_as_it_wa
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 
+class KeepsAWeight(Toy):
+    def odd(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "old"):
+            self.old = self.linear.weight.detach()
+        return nn.functional.linear(x, self.old)
+
+
+def test_a_weight_that_a_forward_has_kept_is_refused_in_the_next_capture() -> None:
+    # In a plain loop it has the values of each update; kept from a graph it has those of its step.
+    step = fzero.make_train_step(make(KeepsAWeight), config(3), **AOT)
+    state, _ = step(step.init(), torch.ones(2, WIDTH))
+    with pytest.raises(fzero.CompileError, match="keeps the parameter that 'old' was in an earlier step"):
+        step(state, torch.ones(2, WIDTH))
+
+
+class SetsAWeightEachTime(Toy):
+    def odd(self, x: Tensor) -> Tensor:
+        self.old = self.linear.weight.detach()
+        return nn.functional.linear(x, self.old)
+
+
 class TogglesFlags(Toy):
     def odd(self, x: Tensor) -> Tensor:
         self.linear.requires_grad_(False)
@@ -172,7 +193,9 @@ class AsksElsewhere(Toy):
 
 
 @pytest.mark.parametrize(
-    "kind", [TogglesFlags, GoesOnWithItsGenerator, KeepsATable, AsksElsewhere], ids=lambda kind: kind.__name__
+    "kind",
+    [TogglesFlags, GoesOnWithItsGenerator, KeepsATable, AsksElsewhere, SetsAWeightEachTime],
+    ids=lambda kind: kind.__name__,
 )
 def test_what_a_graph_repeats_trains_as_in_a_plain_loop(kind: type[Toy]) -> None:
     cfg = config(3, clip=0.0, optimizer={"type": "SGD", "params": {"lr": 0.125}})

@@ -824,3 +824,24 @@ def test_a_mixture_of_experts_inside_blocks_trains_by_default(ranks: RankPool, w
 def test_experts_as_units_of_their_own_train_with_a_negotiated_schedule(ranks: RankPool) -> None:
     found = ranks(2, _train, MoE, vectors, config(3), 4, "negotiated", units=["blocks.*.experts.*"])
     assert_trains_like_the_oracle(found, MoE, vectors, 4)
+
+
+class Branches(nn.Module):
+    """torch.cond whose branches read modules, or clones of their weights."""
+
+    def __init__(self, clones: bool) -> None:
+        super().__init__()
+        self.one, self.other, self.clones = nn.Linear(16, 16), nn.Linear(16, 16), clones
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        one, other = self.one.weight.clone(), self.other.weight.clone()
+        branches = (lambda x: x @ one, lambda x: torch.tanh(x @ other)) if self.clones else (self.one, self.other)
+        return nn.functional.mse_loss(torch.cond(x.sum() > 0, *branches, (x,)), y)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_branches_of_torch_cond_take_clones_of_parameters_and_name_what_else_they_read(stage: int) -> None:
+    losses, plain = train(lambda: Branches(True), vectors, config(stage), num_steps=3)[0], make(lambda: Branches(True))
+    assert losses[0][0] == pytest.approx(plain(*vectors(0)).item())
+    with pytest.raises(ValueError, match=r"functions given to torch.cond, .* must not read parameters or modules"):
+        train(lambda: Branches(False), vectors, config(stage), num_steps=1)

@@ -62,6 +62,9 @@ class TorchCheckpointEngine:
         """True: what `save` has written is complete when it returns."""
         return True
 
+    def cleanup(self) -> None:
+        """Does nothing: no file is open."""
+
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
         """Whether a rank writes what all have."""
         return dp_rank == 0
